@@ -131,7 +131,7 @@ def test_calls_beside_a_schema_are_told_from_what_it_says(real_server: Server) -
 THINKS = """\
 {%- for message in messages %}<|start|>{{ message.role }} {{ message.content }}<|end|>{% endfor -%}
 {%- if add_generation_prompt %}<|start|>assistant <think>
-{% endif -%}{#- </think> -#}
+{% endif -%}
 """
 
 
@@ -158,9 +158,32 @@ def test_a_prompt_that_begins_the_thought(thinking: Server, tiny_server: Server)
     goes_on = {**body, "messages": begun, "continue_final_message": True}
     message = thinking.post(CHAT, goes_on).json()["choices"][0]["message"]
     assert "reasoning_content" not in message
+    mentioned = [*HELLO, {"role": "assistant", "content": "The `<think>` tag is"}]
+    message = thinking.post(CHAT, {**goes_on, "messages": mentioned}).json()["choices"][0]["message"]
+    assert "reasoning_content" not in message
+    assert message["content"]
     guided = thinking.post(CHAT, {**body, "guided_choice": ["yes"]}).json()
     assert guided["choices"][0]["message"]["content"].startswith("yes")
     assert guided["usage"]["prompt_tokens"] == len(tokens) + len("\n</think>\n\n"), "the thought is ended in the prompt"
+
+
+@pytest.mark.parametrize("begun", [None, "<think>I should add", "Use <think> is"])
+@pytest.mark.parametrize("further", [{}, {"n": 2, "stop": ["no such text at all"]}])
+def test_tokens_of_thoughts_are_counted(thinking: Server, begun: str | None, further: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"messages": HELLO, "temperature": 0, "max_tokens": 12, "ignore_eos": True, **further}
+    if begun is not None:
+        body |= {"messages": [*HELLO, {"role": "assistant", "content": begun}], "continue_final_message": True}
+    wanted = 0 if begun is not None and begun.startswith("Use") else 12 * body.get("n", 1)
+    answered = thinking.post(CHAT, body).json()
+    assert all(("reasoning_content" in one["message"]) is bool(wanted) for one in answered["choices"])
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    for usage in (answered["usage"], events(thinking.post(CHAT, streamed).content)[-1]["usage"]):
+        assert usage["completion_tokens"] == 12 * body.get("n", 1)
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == wanted
+    if begun is None and not further:
+        asked = {"input": "hello", "temperature": 0, "max_output_tokens": 12}
+        used = thinking.post("/v1/responses", asked).json()["usage"]
+        assert used["output_tokens_details"]["reasoning_tokens"] == used["output_tokens"]
 
 
 def test_special_tokens_in_messages_are_text(tiny_server: Server) -> None:

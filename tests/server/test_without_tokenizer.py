@@ -78,5 +78,5 @@ def test_offsets_are_places_in_the_text(ids_server: Server) -> None:
 
 def test_a_reader_without_a_tokenizer_leaves_out_what_ends() -> None:
     reader = TextReader(None, StopStrings(()), stop_ids={7})
-    assert reader.take([3, 12], is_last=False) == ("3 12 ", 2, False)
-    assert reader.take([4, 7], is_last=True) == ("4 ", 2, False)
+    assert reader.take([3, 12], is_last=False) == ("3 12 ", [2, 3], False)
+    assert reader.take([4, 7], is_last=True) == ("4 ", [2, 0], False)

@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phonograph.engine.text import ChatTemplate
+from phonograph.engine.checkpoints import open_checkpoint
+from phonograph.engine.requests.request import SamplingParams
+from phonograph.engine.text import ChatTemplate, StopStrings, TextReader
 from phonograph.server.openai import reasoning, tool_formats
 from phonograph.server.openai.answer_reader import AnswerReader, Part, Reading, Thought, joined
+from phonograph.server.openai.chat_plan import ChatPlan
 from phonograph.server.openai.reasoning import THINK
 from phonograph.server.openai.responses import FunctionCall
 from phonograph.server.openai.tool_calls import ToolCallReader
@@ -212,16 +215,84 @@ def test_calls_are_of_tools_that_were_given(written: list[str], reading: Reading
     assert reading.max_calls is None or len(calls) <= reading.max_calls
 
 
-def test_tokens_of_thoughts_are_counted_to_their_end() -> None:
-    reader = Reading(reasoning=THINK, thinks=True, last_of_thought=9).reader()
-    reader.add("a b", [1, 2])
-    reader.add("</think>c", [3, 9, 4])
+@pytest.mark.parametrize(
+    ("tokens", "thinks", "counted"),
+    [
+        (["a", " b", "", "</think>", "c"], True, 4),
+        (["a", " b"], True, 2),
+        (["a", "</", "thi", "nk>", "c"], True, 4),
+        (["a", "</", "thi", "nk> c", "d"], True, 4),
+        (["a", "</thi"], True, 2),
+        (["<thi"], True, 1),
+        (["", " "], True, 2),
+        (["a</think>", "", "b</think>"], True, 1),
+        (["<", "think>", "hm", "</think>", "c", "</think>"], False, 4),
+        (["<", "think>", "hm"], False, 3),
+        (["<think>", "</think>"], False, 2),
+        (["<thi"], False, 0),
+        ([" ", "a", "</think>", "c"], False, 0),
+        (["a", "<think>", "b", "</think>", "c"], False, 0),
+        ([], True, 0),
+    ],
+)
+@pytest.mark.parametrize("most_held", [0, 3, 100])
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_tokens_of_thoughts_are_counted_to_their_end(
+    tokens: list[str], thinks: bool, counted: int, most_held: int, size: int
+) -> None:
+    """Some characters of the text are held back until the end, as for a stop string."""
+    reader = Reading(reasoning=THINK, thinks=thinks).reader()
+    text, shown = "", 0
+    counts = [0]
+    for start in range(0, len(tokens), size):
+        new = tokens[start : start + size]
+        text += "".join(new)
+        end = max(shown, len(text) - most_held)
+        reader.add(text[shown:end], list(map(len, new)))
+        shown = end
+        counts.append(reader.num_thought)
+    reader.add(text[shown:])
     reader.finish()
-    assert reader.num_thought == 4
-    reader = Reading(reasoning=THINK, thinks=True, last_of_thought=9).reader()
-    reader.add("a b", [1, 2])
-    reader.finish()
-    assert reader.num_thought == 2
+    assert reader.num_thought == counted
+    assert counts == sorted(counts)
+    assert counts[-1] <= counted, "no count is taken back"
+
+
+@pytest.mark.parametrize("stops", [(), ("Yes indeed",), ("</think>",)])
+def test_tokens_of_thoughts_are_counted_in_the_text_of_a_tokenizer(stops: tuple[str, ...]) -> None:
+    tokenizer = open_checkpoint(None).tokenizer()
+    thought = tokenizer.encode("hm 🦤 so</think>", add_special=False)
+    assert tokenizer.token_id("</think>") is None
+    assert len(tokenizer.encode("🦤", add_special=False)) > 1
+    tokens = [*thought, *tokenizer.encode("Yes. 🦤</think>", add_special=False)]
+    text, reader = TextReader(tokenizer, StopStrings(stops)), Reading(reasoning=THINK, thinks=True).reader()
+    found = list[Part]()
+    for place, token in enumerate(tokens, 1):
+        read = text.take([token], is_last=place == len(tokens))
+        found += reader.add(read.text, read.widths)
+        if read.is_stopped:
+            break
+    assert joined(found + reader.finish())[:2] == ("hm 🦤 so", "" if "</think>" in stops else "Yes. 🦤</think>")
+    assert reader.num_thought == len(thought)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "role", "content", "thinks"),
+    [
+        ("assistant\n<think>so far", "assistant", "<think>so far", True),
+        ("assistant\nUse <think> is", "assistant", "Use <think> is", False),
+        ("assistant\nUse <think>", "assistant", " Use <think>", False),
+        ("assistant\n<think>\nso far", "assistant", "so far", True),
+        ("assistant\n<think>\n</think>so far", "assistant", "so far", False),
+        ("user\n<think> is a tag", "user", "<think> is a tag", False),
+    ],
+)
+def test_a_message_that_is_gone_on_with_may_be_a_thought(prompt: str, role: str, content: str, thinks: bool) -> None:
+    tokenizer, messages = open_checkpoint(None).tokenizer(), [{"role": role, "content": content}]
+    plan = ChatPlan(SamplingParams(), messages, None, {}, False, True, Reading(reasoning=THINK))
+    ids = tokenizer.encode_exactly(prompt)
+    given, reading = plan.rendered(ids, tokenizer)
+    assert (given, reading.thinks) == (ids, thinks)
 
 
 QWEN = "{% for t in tools %}{{ t | tojson }}{% endfor %}<tool_call></tool_call>{% if enable_thinking %}<think></think>"
@@ -235,6 +306,8 @@ QWEN += "{% endif %}"
         ("{{ tools }}<|python_tag|>", LLAMA3, None),
         ('{{ tools }}{"name": function name, "parameters": dictionary of argument name', LLAMA3, None),
         ("{{ tools }}[TOOL_CALLS][/THINK]", MISTRAL, reasoning.MISTRAL),
+        ("{{ messages[0].content }}<|im_start|>assistant\n<think>\n", HERMES, THINK),
+        ("{{ tools }}[TOOL_CALLS][THINK]", MISTRAL, reasoning.MISTRAL),
         ("{{ tools }}", JSON, None),
         ("{{ tools }}<tool_call><function=", JSON, None),
         ("{{ messages[0].content }}", HERMES, None),
@@ -248,16 +321,21 @@ def test_formats_are_told_from_the_template(
 
 
 @pytest.mark.parametrize(
-    ("end", "continues", "thinks"),
+    ("end", "begun", "thinks"),
     [
-        ("<|assistant|><think>\n", False, True),
-        ("<|assistant|><think>\n\n</think>\n\n", False, False),
-        ("what is <think>?<|end|><|assistant|>", False, False),
-        ("<think>so far", True, True),
-        ("<think>so</think> far", True, False),
-        ("far", True, False),
+        ("<|assistant|><think>\n", "", True),
+        ("<|assistant|><think>\n\n</think>\n\n", "", False),
+        ("what is <think>?<|end|><|assistant|>", "", False),
+        ("<|assistant|>", "<think>so far", True),
+        ("<|assistant|>", "\n <think>so far", True),
+        ("<|assistant|>", "<think>so</think> far", False),
+        ("<|assistant|>", "<think>so</think> Use <think> is", False),
+        ("<|assistant|>", "The `<think>` tag is", False),
+        ("<|assistant|>", "far", False),
+        ("<|assistant|><think>\n", "so far", True),
+        ("<|assistant|><think>\n", "so</think> far", False),
     ],
 )
-def test_a_prompt_may_begin_the_thought(end: str, continues: bool, thinks: bool) -> None:
-    assert Reading(reasoning=THINK).after(end, continues=continues).thinks is thinks
-    assert not Reading().after(end, continues=continues).thinks
+def test_a_prompt_may_begin_the_thought(end: str, begun: str, thinks: bool) -> None:
+    assert Reading(reasoning=THINK).after(end, begun).thinks is thinks
+    assert not Reading().after(end, begun).thinks

@@ -297,6 +297,26 @@ def test_what_is_no_prompt_is_refused(wrong: Any) -> None:
         assert error.value.field == "prompt"
 
 
+def test_each_prompt_may_have_parameters_of_its_own() -> None:
+    llm = make("cpu")
+    asked = [replace(GREEDY, max_tokens=count, n=count) for count in (1, 2)]
+    done = llm.generate([[5, 9], [7, 8]], asked)
+    assert [one.prompt for one in done] == [(5, 9), (7, 8), (7, 8)]
+    assert [one.tokens for one in done] == [
+        one.tokens
+        for prompt, params in zip([[5, 9], [7, 8]], asked, strict=True)
+        for one in llm.generate([prompt], params)
+    ]
+    with pytest.raises(RequestError, match="found 1 for 2 prompts"):
+        llm.generate([[5, 9], [7, 8]], asked[:1])
+    wrong: Any
+    for wrong in ({"max_tokens": 3}, [{"max_tokens": 3}], 7):
+        with pytest.raises(RequestError, match="parameters are SamplingParams"):
+            llm.generate([[5, 9]], wrong)
+        with pytest.raises(RequestError, match="parameters are SamplingParams"):
+            list(llm.stream([5, 9], wrong))
+
+
 def test_a_stop_string_that_is_a_special_token_stops_there(tmp_path: Path) -> None:
     llm = LLM(tiny.write(tmp_path / "m"), device="cpu", options=EngineOptions(max_seqs=1, max_len=64))
     first, bias = tiny.VOCAB - 2, {tiny.VOCAB - 2: 100.0}

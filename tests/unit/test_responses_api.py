@@ -29,7 +29,7 @@ from phonograph.server.openai.responses_api.writer import ResponsesWriter
 
 USAGE = TokenUsage(prompt_tokens=5, output_tokens=3, cached_tokens=2)
 CALL = '<tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call>'
-READING = Reading(("now",), reasoning=THINK, last_of_thought=9)
+READING = Reading(("now",), reasoning=THINK)
 
 
 def writer(ended: list[Response] | None = None) -> ResponsesWriter:

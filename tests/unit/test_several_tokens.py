@@ -137,6 +137,6 @@ def test_a_reader_says_how_many_tokens_it_took(offset: int) -> None:
     tokenizer = open_checkpoint(None).tokenizer()
     tokens = [tokenizer.encode(letter, add_special=False)[0] for letter in "wxyz"]
     reader = TextReader(tokenizer, StopStrings(["wxyz"[offset]]))
-    assert reader.take(tokens, is_last=True) == ("wxyz"[:offset], offset + 1, True)
+    assert reader.take(tokens, is_last=True) == ("wxyz"[:offset], [1] * (offset + 1), True)
     plain = TextReader(tokenizer, StopStrings(["?"]))
-    assert plain.take(tokens, is_last=False) == ("wxyz", 4, False)
+    assert plain.take(tokens, is_last=False) == ("wxyz", [1] * 4, False)

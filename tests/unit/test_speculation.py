@@ -340,6 +340,14 @@ def test_flags_ask_for_options(flags: tuple[str, ...], wanted: tuple[str, int, P
     assert (found.speculate, found.draft_depth, found.draft) == wanted
 
 
+def test_help_says_what_an_alias_takes() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_engine_flags(parser)
+    said = parser.format_help()
+    assert "--speculative-draft-model-path PATH" in said
+    assert "--speculative-num-steps N" in said
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -65,19 +65,19 @@ def test_a_chat_with_calls_as_events() -> None:
 
 
 def test_thoughts_have_a_field_of_their_own() -> None:
-    reading = Reading(("now",), reasoning=THINK, last_of_thought=9)
+    reading = Reading(("now",), reasoning=THINK)
     text = f"<think>\nhm\n</think>\n\nWell. {CALL}"
-    tokens = [5, 5, 9, 5, 5]
-    body = whole(ChatWriter(HEAD, None, reading).body([Delta(0, text, tokens, finish=STOP)] * 2, USAGE))
+    tokens, widths = [5, 5, 9, 5, 5], [8, 2, 9, 2, len(text) - 21]
+    body = whole(ChatWriter(HEAD, None, reading).body([Delta(0, text, tokens, finish=STOP, widths=widths)] * 2, USAGE))
     assert len(body["choices"]) == 2
     message = body["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", "Well. ")
     assert message["tool_calls"][0]["function"]["name"] == "now"
-    one = whole(ChatWriter(HEAD, None, reading).body([Delta(0, text, tokens, finish=STOP)], USAGE))
+    one = whole(ChatWriter(HEAD, None, reading).body([Delta(0, text, tokens, finish=STOP, widths=widths)], USAGE))
     assert one["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
     writer = ChatWriter(Head("chatcmpl-abc", 7, "tiny", streams_usage=True), None, reading)
-    found = events(writer.events([Delta(0, "<think>\nhm", [5, 5])]))
-    found += events(writer.events([Delta(0, text[10:], tokens[2:], finish=STOP)]))
+    found = events(writer.events([Delta(0, "<think>\nhm", [5, 5], widths=widths[:2])]))
+    found += events(writer.events([Delta(0, text[10:], tokens[2:], finish=STOP, widths=widths[2:])]))
     found += events(writer.end(USAGE))
     deltas = [event["choices"][0]["delta"] for event in found[:-1]]
     assert deltas[0] == {"role": "assistant", "reasoning_content": "hm"}

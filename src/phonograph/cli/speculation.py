@@ -32,6 +32,7 @@ ALIASES = (
     Alias("--speculative-eagle-topk", words=("1",), note="drafts are a chain, not a tree"),
 )
 """Of SGLang's."""
+_METAVARS = {DRAFT: "PATH", DEPTH: "N"}
 
 
 def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +49,11 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         "else ngram; default: off",
     )
     group.add_argument(
-        DRAFT, metavar="PATH", help="the folder of an EAGLE-3 head, as SpecForge writes it, or of MTP modules"
+        DRAFT, metavar=_METAVARS[DRAFT], help="the folder of an EAGLE-3 head, as SpecForge writes it, or of MTP modules"
     )
-    group.add_argument(DEPTH, type=int, metavar="N", help="tokens drafted for a sequence in each round; default: 3")
+    group.add_argument(
+        DEPTH, type=int, metavar=_METAVARS[DEPTH], help="tokens drafted for a sequence in each round; default: 3"
+    )
     group.add_argument(
         WHEN,
         choices=("always", "pays"),
@@ -58,7 +61,7 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         "in time; default: pays, and always on a CPU",
     )
     for alias in ALIASES:
-        group.add_argument(alias.flag, metavar="|".join(alias.words) or "N", help=alias.warning)
+        group.add_argument(alias.flag, metavar="|".join(alias.words) or _METAVARS[alias.stands_for], help=alias.warning)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLogprob
 from phonograph.engine.requests.vectors import embedding_of, normalized
-from phonograph.engine.scheduling.prompts import as_prompts, as_token_ids
+from phonograph.engine.scheduling.prompts import as_params, as_prompts, as_token_ids
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.scheduling.step_width import width_by
 from phonograph.engine.text import ChatTemplate, ContentGuard, StopStrings, TextReader, Tokenizer
@@ -98,8 +98,8 @@ class _Reader:
 
     def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
         """New text that is safe to show, and whether a stop string was hit."""
-        text, count, hit = self._text.take(tokens, is_last=finish is not None)
-        self.done.tokens += tokens[:count]
+        text, widths, hit = self._text.take(tokens, is_last=finish is not None)
+        self.done.tokens += tokens[: len(widths)]
         self.done.logprobs += self.sequence.logprobs[len(self.done.logprobs) : len(self.done.tokens)]
         self.done.text += text
         if hit or finish is not None:
@@ -206,15 +206,17 @@ class LLM:
         return load_model(self.checkpoint, parts, self.precision.dtype, self.device.torch_device, progress)
 
     def generate(
-        self, prompts: str | Many[str] | Many[Many[int]], params: SamplingParams | None = None
+        self, prompts: str | Many[str] | Many[Many[int]], params: SamplingParams | Many[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Complete prompts, texts or token ids; results in the order of the prompts, n for each."""
+        """Complete prompts, texts or token ids; results in the order of the prompts, n for each. Parameters are for
+        all of them, or a list with one entry for each."""
         many = as_prompts(prompts)
-        return self._generated([self._encoded(prompt) for prompt in many], params, continues=True)
+        each = as_params(params, len(many))
+        return self._generated([self._encoded(prompt) for prompt in many], each, continues=True)
 
     def chat(self, messages: Many[Message], params: SamplingParams | None = None) -> Completion:
         """Generate the next message of a conversation."""
-        return self._generated([self._rendered(messages)], params, continues=False)[0]
+        return self._generated([self._rendered(messages)], as_params(params, 1), continues=False)[0]
 
     def stream(self, prompt: str | Many[int], params: SamplingParams | None = None) -> Iterator[str]:
         """Stream the text of one completion."""
@@ -332,17 +334,19 @@ class LLM:
         return tuple(ContentGuard(self._text()).encoded(lambda hide: template.render(hide(list(messages)))))
 
     def _generated(
-        self, prompts: Many[tuple[int, ...]], params: SamplingParams | None, *, continues: bool
+        self, prompts: Many[tuple[int, ...]], params: Many[SamplingParams], *, continues: bool
     ) -> list[Completion]:
         with self._alone():
-            readers = self._submit(prompts, params or SamplingParams(), continues=continues)
+            readers = dict[Sequence, _Reader]()
+            for prompt, one in zip(prompts, params, strict=True):
+                readers |= self._submit([prompt], one, continues=continues)
             for _ in self._run(readers):
                 pass
         return [reader.done for reader in readers.values()]
 
     def _streamed(self, prompt: tuple[int, ...], params: SamplingParams | None, *, continues: bool) -> Iterator[str]:
         with self._alone():
-            readers = self._submit([prompt], params or SamplingParams(), continues=continues)
+            readers = self._submit([prompt], *as_params(params, 1), continues=continues)
             for _, text in self._run(readers):
                 if text:
                     yield text

@@ -34,6 +34,8 @@ class Delta:
     """Of further tokens of the prompt, from the second on."""
     embedding: bytes = b""
     """Of an embedded prompt, its vector in float32."""
+    widths: list[int] = field(default_factory=list)
+    """Characters that each token completes; the text may have them only later, or, after a stop string, never."""
     hidden_state: bytes = b""
     """Where the request wants it, the hidden state that the latest of the tokens was picked from, in float32."""
 
@@ -199,7 +201,8 @@ class Generation:
             return False
         if output.tokens:
             self._time(choice, now)
-        text, count, hit = choice.reader.take(output.tokens, is_last=output.finish is not None)
+        text, widths, hit = choice.reader.take(output.tokens, is_last=output.finish is not None)
+        count = len(widths)
         choice.num_tokens += count
         choice.cached, choice.drafts = output.cached, output.drafts
         finish = FinishReason.STOP if hit else output.finish
@@ -208,6 +211,7 @@ class Generation:
         delta = self._delta(choice.number)
         delta.text += text
         delta.tokens += output.tokens[:count]
+        delta.widths += widths
         delta.logprobs += output.logprobs[:count]
         if output.states and count:
             size = len(output.states) // len(output.tokens)

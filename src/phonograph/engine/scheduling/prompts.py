@@ -1,4 +1,5 @@
-"""Prompts of a caller: texts, or lists of token ids of any integer type; what is neither is refused."""
+"""Prompts of a caller, texts or lists of token ids of any integer type, and their parameters; what is neither is
+refused."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.scheduling.admission import UNORDERED, refuse_unlike_prompts
 from phonograph.errors import RequestError
 
@@ -18,6 +20,23 @@ def as_prompts(prompts: object) -> list[Any]:
     for prompt in many:
         refuse_unlike_prompts(prompt)
     return many
+
+
+def as_params(params: object, num_prompts: int) -> list[SamplingParams]:
+    """Parameters of each prompt, from those of all or from a list; refuses what is neither."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    each: list[Any] = list(params) if isinstance(params, Sequence) else [params]
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            problem = f"found {reprlib.repr(one)} ({type(one).__name__})"
+            raise RequestError(f"parameters are SamplingParams, or a list of them; {problem}. Give SamplingParams(…).")
+    if len(each) != num_prompts:
+        problem = f"found {len(each)} for {num_prompts} prompts"
+        raise RequestError(
+            f"a list of parameters has one entry for each prompt; {problem}. Give as many, or one for all."
+        )
+    return each
 
 
 def as_token_ids(prompt: Sequence[int]) -> tuple[int, ...]:

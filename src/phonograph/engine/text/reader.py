@@ -32,8 +32,9 @@ class Read(NamedTuple):
 
     text: str
     """New, and safe to show."""
-    num_tokens: int
-    """How many of the tokens it took: those up to the stop string. The others are no part of the output."""
+    widths: list[int]
+    """Of the tokens that it took, those up to the stop string: characters that each completes, in text that may be held
+    back until later. The other tokens are no part of the output."""
     is_stopped: bool
     """Whether a stop string ends the output here."""
 
@@ -78,19 +79,23 @@ class TextReader:
     def take(self, tokens: Sequence[int], *, is_last: bool) -> Read:
         """Read on, token by token; with the last ones, nothing is held back."""
         if self._detokenizer is None:
-            return Read("".join(map(id_text, (i for i in tokens if i not in self._ends))), len(tokens), False)
+            texts = ["" if token in self._ends else id_text(token) for token in tokens]
+            return Read("".join(texts), list(map(len, texts)), False)
         text = ""
-        for count, token in enumerate(tokens, 1):
-            more, hit = self._stops.add(self._detokenizer.add((token,)), counts=self._num_early <= 0)
+        widths: list[int] = []
+        for token in tokens:
+            new = self._detokenizer.add((token,))
+            widths.append(len(new))
+            more, hit = self._stops.add(new, counts=self._num_early <= 0)
             self._num_early -= 1
             text += more
             if hit is not None:
-                return Read(text + self._shown(hit), count, True)
+                return Read(text + self._shown(hit), widths, True)
         hit = None
         if is_last:
             rest, hit = self._stops.add(self._detokenizer.finish(), counts=self._num_early < 0)
             text += rest + (self._shown(hit) if hit is not None else self._stops.flush())
-        return Read(text, len(tokens), hit is not None)
+        return Read(text, widths, hit is not None)
 
     def _shown(self, stop: str) -> str:
         return stop if self._form.with_stop else ""

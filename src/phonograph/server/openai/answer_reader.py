@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -32,21 +33,16 @@ class Reading:
     max_calls: int | None = None
     reasoning: ReasoningFormat | None = None
     thinks: bool = False
-    """Whether the prompt ends with the tag that opens reasoning."""
-    last_of_thought: int | None = None
-    """The token of the tag that closes reasoning, where that is a single token."""
+    """Whether the prompt ends inside of reasoning."""
     kept_tokens: frozenset[int] = frozenset()
     """Special tokens that are kept in the text: tags that the parsers look for."""
     takes_bare: bool = True
     """Whether an output that is only the JSON of tool calls, without tags, counts as tool calls."""
 
-    def after(self, end_of_prompt: str, *, continues: bool) -> Reading:
-        """The same for outputs after this prompt; one that `continues` a message may begin inside of reasoning."""
+    def after(self, end_of_prompt: str, begun: str = "") -> Reading:
+        """The same for outputs after a prompt with this end, and after what is `begun` of the message."""
         marks = self.reasoning
-        if marks is None:
-            return self
-        is_open = marks.is_open(end_of_prompt) if continues else end_of_prompt.rstrip().endswith(marks.opening)
-        return replace(self, thinks=is_open)
+        return self if marks is None else replace(self, thinks=marks.is_open(end_of_prompt, begun))
 
     def reader(self) -> AnswerReader:
         """For one output."""
@@ -60,23 +56,24 @@ class AnswerReader:
         marks = reading.reasoning
         self._reasoning = ReasoningReader(marks, is_open=reading.thinks) if marks is not None else None
         self._calls = _calls_of(reading) if reading.tools else None
-        self._last_of_thought = reading.last_of_thought
         self.num_thought = 0
-        """Tokens of the reasoning, its closing tag included."""
-        self._num_tokens = 0
-        self._has_thought = False
+        """Tokens of the reasoning, its tags included."""
+        self._num_chars = 0
+        """That these tokens complete."""
+        self._uncounted = deque[int]()
+        """Widths of the tokens after them."""
 
-    def add(self, text: str, tokens: Sequence[int] = ()) -> list[Part]:
-        """Parts that are new, in order."""
-        self._count(tokens)
+    def add(self, text: str, widths: Sequence[int] = ()) -> list[Part]:
+        """Parts that are new, in order. `widths` are the characters that each new token completes."""
         thought, rest = self._reasoning.add(text) if self._reasoning is not None else ("", text)
+        self._count(widths)
         said: Sequence[Part] = self._calls.add(rest) if self._calls is not None else [rest] if rest else []
         return [*([Thought(thought)] if thought else []), *said]
 
     def finish(self) -> list[Part]:
         """Parts that were held back until the output ended."""
-        if self._reasoning is not None and self._reasoning.is_inside and self._last_of_thought is not None:
-            self.num_thought = self._num_tokens
+        if self._reasoning is not None and self._reasoning.is_inside:
+            self.num_thought += len(self._uncounted)
         thought, rest = self._reasoning.finish() if self._reasoning is not None else ("", "")
         said: list[Part] = []
         if self._calls is not None:
@@ -85,13 +82,16 @@ class AnswerReader:
             said.append(rest)
         return [*([Thought(thought)] if thought else []), *said]
 
-    def _count(self, tokens: Sequence[int]) -> None:
-        if self._has_thought or self._last_of_thought is None:
+    def _count(self, widths: Sequence[int]) -> None:
+        """Tokens are here no later than their text: the one that ends the reasoning is known once its text is read."""
+        if self._reasoning is None:
             return
-        if self._last_of_thought in tokens:
-            self._has_thought = True
-            self.num_thought = self._num_tokens + list(tokens).index(self._last_of_thought) + 1
-        self._num_tokens += len(tokens)
+        self._uncounted.extend(widths)
+        while self._uncounted and self._num_chars < self._reasoning.num_chars:
+            self._num_chars += self._uncounted.popleft()
+            self.num_thought += 1
+        if self._reasoning.is_over:
+            self._uncounted.clear()
 
 
 def _calls_of(reading: Reading) -> ToolCallReader:

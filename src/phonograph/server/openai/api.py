@@ -197,7 +197,7 @@ class Api:
             most=most,
             size=size,
         )
-        return plan.rendered(prompt, text.tokenizer)
+        return await text.off_loop(size, lambda: plan.rendered(prompt, text.tokenizer))
 
     def _has_special_content(self, asked: str | None) -> bool:
         return (asked or self._options.content_special_tokens) == "special"

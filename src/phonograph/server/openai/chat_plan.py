@@ -23,6 +23,8 @@ Message = dict[str, Any]
 
 _END_OF_PROMPT = 16
 """Tokens at a prompt's end that are decoded to see whether the template opened reasoning."""
+_MOST_TOKENS_OF_CHAR = 4
+"""A token for each byte."""
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 
@@ -51,11 +53,21 @@ class ChatPlan:
         Reasoning that the template opens is closed at once where a grammar keeps the output from closing it.
         """
         if self.continues:
-            return prompt, self.reading.after(str(self.messages[-1]["content"]), continues=True)
+            return prompt, self._continued(prompt, tokenizer)
         end = tokenizer.decode(prompt[-_END_OF_PROMPT:], skip_special=False)
-        if self.unthinking is not None and end.rstrip().endswith(self.unthinking.opening):
+        if self.unthinking is not None and self.unthinking.is_open(end):
             prompt = [*prompt, *tokenizer.encode_exactly(f"\n{self.unthinking.closing}\n\n")]
-        return prompt, self.reading.after(end, continues=False)
+        return prompt, self.reading.after(end)
+
+    def _continued(self, prompt: list[int], tokenizer: Tokenizer) -> Reading:
+        """How to parse what goes on with the last message; only an assistant's has reasoning."""
+        last = self.messages[-1]
+        if self.reading.reasoning is None or last["role"] != "assistant":
+            return self.reading
+        begun = str(last["content"]).strip()
+        num_tokens = _END_OF_PROMPT + _MOST_TOKENS_OF_CHAR * len(begun)
+        before, _, _ = tokenizer.decode(prompt[-num_tokens:], skip_special=False).rpartition(begun)
+        return self.reading.after(before, begun)
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,6 @@ class AnswerFormats:
             written or JSON,
             max_calls,
             thinks,
-            last_of_thought=ids.get(thinks.closing) if thinks is not None else None,
             kept_tokens=frozenset(found for found in ids.values() if found is not None and found in special),
         )
 

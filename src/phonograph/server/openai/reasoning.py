@@ -17,9 +17,14 @@ class ReasoningFormat:
     opening: str
     closing: str
 
-    def is_open(self, text: str) -> bool:
-        """Whether a text ends inside of reasoning."""
-        return text.rfind(self.opening) > text.rfind(self.closing)
+    def is_open(self, prompt: str, begun: str = "") -> bool:
+        """Whether a message of which this much is `begun`, after a prompt with this end, is inside of reasoning.
+
+        A tag amid other text is only mentioned.
+        """
+        return self.closing not in begun and (
+            prompt.rstrip().endswith(self.opening) or begun.lstrip().startswith(self.opening)
+        )
 
 
 THINK = ReasoningFormat("think", "<think>", "</think>")
@@ -31,8 +36,9 @@ CHOICES = ("auto", "none", *FORMATS)
 
 
 def format_of(template: Mentions) -> ReasoningFormat | None:
-    """The format whose tags a template contains."""
-    return next((one for one in (THINK, MISTRAL) if template.mentions(one.closing)), None)
+    """The format of which a template contains a tag: one that only opens reasoning has no closing tag."""
+    marks = ((one, mark) for one in (THINK, MISTRAL) for mark in (one.opening, one.closing))
+    return next((one for one, mark in marks if template.mentions(mark)), None)
 
 
 class _At(Enum):
@@ -45,8 +51,8 @@ class _At(Enum):
 class ReasoningReader:
     """Parses one output as it streams: first reasoning, then the answer, both stripped of surrounding spaces.
 
-    An output has reasoning if it begins with the opening tag, or if the prompt `is_open`, ending with that tag. An
-    output that ends before the closing tag has no answer.
+    An output has reasoning if it begins with the opening tag, or if the prompt `is_open`, ending inside of reasoning.
+    An output that ends before the closing tag has no answer.
     """
 
     def __init__(self, format: ReasoningFormat, *, is_open: bool = False) -> None:
@@ -55,17 +61,31 @@ class ReasoningReader:
         self._at = _At.START
         self._held = ""
         self._said_some = False
+        self._num_read = 0
+        """Characters, up to the closing tag's end."""
 
     @property
     def is_inside(self) -> bool:
         """Whether reasoning is open."""
-        return self._at is _At.INSIDE
+        return self._at is _At.INSIDE or (self._at is _At.START and self._is_open)
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the output so far that are reasoning, up to the end of its closing tag."""
+        return 0 if self._at is _At.START and not self._is_open else self._num_read
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing that comes is reasoning."""
+        return self._at in (_At.AFTER, _At.ANSWER)
 
     def add(self, text: str) -> tuple[str, str]:
         """New text of the reasoning, and of the answer."""
         if self._at is _At.ANSWER:
             return "", text
         self._held += text
+        if self._at is not _At.AFTER:
+            self._num_read += len(text)
         if self._at is _At.START and not self._begun():
             return "", ""
         thought = self._inside() if self._at is _At.INSIDE else ""
@@ -86,6 +106,7 @@ class ReasoningReader:
             return False
         else:
             self._at = _At.INSIDE if self._is_open else _At.ANSWER
+            self._num_read = self._num_read if self._is_open else 0
         return True
 
     def _inside(self) -> str:
@@ -93,6 +114,7 @@ class ReasoningReader:
         thought, closed, rest = self._held.partition(closing)
         if closed:
             self._at, self._held = _At.AFTER, rest
+            self._num_read -= len(rest)
         else:
             keep = overlap(thought, closing)
             thought = thought[: len(thought) - keep]

@@ -293,7 +293,7 @@ class ChatWriter:
         reader = self._readers.get(delta.choice)
         if reader is None:
             reader = self._readers[delta.choice] = self._reading.reader()
-        parts = reader.add(delta.text, delta.tokens)
+        parts = reader.add(delta.text, delta.widths)
         return joined([*parts, *reader.finish()] if delta.finish is not None else parts)
 
     def _usage(self, used: TokenUsage) -> Usage:

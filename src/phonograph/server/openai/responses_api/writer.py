@@ -95,7 +95,7 @@ class ResponsesWriter:
         self._begin()
         if self._logprobs is not None and delta.logprobs:
             self._new_entries += self._logprobs.chat(delta.logprobs).content
-        for part in self._reader.add(delta.text, delta.tokens):
+        for part in self._reader.add(delta.text, delta.widths):
             self._add(part)
         if delta.finish is not None:
             self._finish = delta.finish
