@@ -1,5 +1,4 @@
-"""Prompts of a caller, texts or lists of token ids of any integer type, and their parameters; what is neither is
-refused."""
+"""Prompts of a caller, texts or token ids of any integer type, and their parameters; refuses what is neither."""
 
 from __future__ import annotations
 
