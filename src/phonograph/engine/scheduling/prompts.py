@@ -1,4 +1,4 @@
-"""Prompts of a caller, texts or token ids of any integer type, and their parameters; refuses what is neither."""
+"""Prompts of a caller: texts, or token ids of any integer type, and their parameters; what is neither is refused."""
 
 from __future__ import annotations
 
