@@ -220,7 +220,9 @@ class Large(nn.Module):
         return self.layers(x).relu() * min(2.0, 5.0)
 
 
-@pytest.mark.parametrize(("owner", "name", "value"), [(torch.Tensor, "relu", torch.exp), (builtins, "min", max)])
+@pytest.mark.parametrize(
+    ("owner", "name", "value"), [(torch.Tensor, "relu", lambda x: x.exp()), (builtins, "min", max)]
+)
 def test_of_many_facts_these_are_seen_at_once_too(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any
 ) -> None:

@@ -253,8 +253,8 @@ class Fact:
     def _shown(self, value: Any) -> str:
         if self.kind != "address" or value is None:
             return shown(value)
-        pointer, shape, dtype = value
-        return f"{str(dtype).removeprefix('torch.')}{list(shape)} at {pointer:#x}"
+        pointer, shape, dtype, (strides, *_) = value
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)} at {pointer:#x} by strides {list(strides)}"
 
     def is_named(self, patterns: Sequence[str]) -> bool:
         """Whether one of these dotted names means it: its whole name, or the end of it."""
@@ -302,11 +302,16 @@ def items_of(holder: dict[Any, Any]) -> ItemsView[Any, Any]:
 
 
 def address_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Where a tensor's memory begins, its shape and dtype; None for one without memory of its own."""
+    """Where a tensor's memory begins, its shape, dtype and further layout; None for one without memory of its own."""
     if tensor.is_meta:
         return None
     try:
-        return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+        return (
+            tensor.data_ptr(),
+            tuple(tensor.shape),
+            tensor.dtype,
+            (tensor.stride(), tensor.is_conj(), tensor.is_neg()),
+        )
     except RuntimeError:
         return None
 

@@ -182,6 +182,9 @@ class FactCheck:
         turns = list(_turns(rotating))
         if turns:
             code.terms.append(f"{code.name(itertools.cycle(turns).__next__)}()()")
+        layouts = list(_layouts(rotating))
+        if layouts:
+            code.terms.append(f"{code.name(itertools.cycle(layouts).__next__)}()()")
         return code.compiled()
 
 
@@ -214,6 +217,23 @@ def _turns(facts: Sequence[Fact]) -> Iterator[Callable[[], bool]]:
         for fact in others[turn::num_turns]:
             code.add(fact)
         yield code.compiled()
+
+
+def _layouts(facts: Sequence[Fact]) -> Iterator[Callable[[], bool]]:
+    """Checks of how tensors lie in the memory that begins where it did: all within the window, and, since each takes
+    several times as long as an address, at most in every fourth call where there are few."""
+    tensors = [fact for fact in facts if isinstance(fact.source, AddressOf)]
+    num_turns = min(WINDOW, len(tensors))
+    for turn in range(num_turns):
+        code = _Generated()
+        for fact in tensors[turn::num_turns]:
+            code.add_layout(fact)
+        yield code.compiled()
+        yield from (_holds,) * min(3, WINDOW // num_turns - 1)
+
+
+def _holds() -> bool:
+    return True
 
 
 def _moving(fact: Fact) -> torch.Tensor | None:
@@ -276,6 +296,14 @@ class _Generated:
             self.terms.append(f"{self.name(source.key)} not in {self.name(source.holder)}")
         else:
             self.terms.append(f"not {self.name(fact)}.differs")
+
+    def add_layout(self, fact: Fact) -> None:
+        """A tensor's shape, dtype and strides."""
+        (_, shape, dtype, (strides, is_conj, _)), tensor = fact.value, self.name(_moving(fact))
+        self.terms.append(f"{tensor}.stride() == {strides} and {tensor}.shape == {shape}")
+        self.terms.append(f"{tensor}.dtype is {self.name(dtype)}")
+        if dtype.is_complex:
+            self.terms.append(f"{tensor}.is_conj() is {is_conj}")
 
     def _add_function(self, function: Any, held: Any, same: str) -> None:
         """The same pointers to code and defaults, or else what Python's own way shows; once for both."""

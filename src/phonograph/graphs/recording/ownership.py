@@ -17,7 +17,7 @@ _LIBRARY = tuple({f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "plat
 _TORCH = f"{Path(torch.__file__).parent}/"
 _TORCH_MODULES = f"{_TORCH}nn/modules/"
 _OURS = Path(__file__).parents[2]
-_CLOSED = (_TORCH, f"{_OURS}/graphs/", f"{_OURS}/devices/", f"{_OURS}/errors", "<frozen", "<eval_with_key>")
+_CLOSED = (_TORCH, f"{_OURS}/graphs/", f"{_OURS}/devices/", f"{_OURS}/errors", "<frozen")
 
 
 _OPEN_LIBRARY = ("builtins", "collections", "types", "functools", "argparse", "__main__")

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from phonograph.devices import Device
-from phonograph.devices.trace import tensors_in, watching_ops, written_tensors
+from phonograph.devices.trace import tensors_in, user_frame, watching_ops, written_tensors
 from phonograph.errors import CaptureError
 
 _MAX_VERSIONS = 8
@@ -111,6 +113,14 @@ class SavedState:
         for tensor in tensors_in((args, kwargs)):
             storage = tensor.untyped_storage()
             number = storage._cdata
+            if number not in run.made and _wraps_others(tensor):
+                raise CaptureError(
+                    f"{func} takes a {type(tensor).__name__}, whose memory is that of other tensors, and what becomes "
+                    "of these is not seen",
+                    "Have the body take the tensors that it is made of, or run it without graphs",
+                    op=str(func),
+                    frame=user_frame(),
+                )
             if number in self._born and number not in run.made and number not in run.uses:
                 run.uses[number] = bytes_of(storage)
         if func.namespace not in _CLOSED_OPS and not func._schema.is_mutable:
@@ -147,7 +157,7 @@ class SavedState:
     # -- saving -------------------------------------------------------------------------------------------
 
     def _suspect(self, tensor: torch.Tensor, run: MemoryRun) -> None:
-        if tensor.layout is not torch.strided or tensor.is_meta:
+        if tensor.layout is not torch.strided or tensor.is_meta or _wraps_others(tensor):
             return
         storage = tensor.untyped_storage()
         if 0 < storage.nbytes() <= min(_MAX_SUSPECT_BYTES, self._room) and storage._cdata not in self._seen:
@@ -181,6 +191,21 @@ def generators_restored(device: Device) -> AbstractContextManager[None]:
     if on.type == "cpu":
         return torch.random.fork_rng([])
     return torch.random.fork_rng([on], device_type=on.type)
+
+
+def _wraps_others(tensor: torch.Tensor) -> bool:
+    """Whether its memory is that of other tensors: a nested, masked or quantised one, or another class of such kind."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    if is_traceable_wrapper_subclass(tensor):
+        return True
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    try:
+        return storage.nbytes() > 0 and storage.data_ptr() == 0
+    except RuntimeError:  # a storage that may not even be asked
+        return True
 
 
 def _is_gone(reference: StorageWeakRef) -> bool:
