@@ -225,6 +225,27 @@ def test_a_replay_that_differs_from_what_was_recorded_is_compared_with_the_body(
     assert rounded.runs[Stage.EAGER, 8] > 2
 
 
+def reads_in_warm_ups(module: fx.GraphModule) -> Callable[..., Any]:
+    """A compiler whose code does at 4 rows what a rehearsal refuses, and a capture does not show."""
+
+    def run(*args: Any) -> tuple[torch.Tensor, ...]:
+        found: tuple[torch.Tensor, ...] = module.forward(*args)
+        if current().stage is Stage.WARMING and len(found[0]) == 4:
+            found[0].sum().item()
+        return found
+
+    return run
+
+
+def test_what_rehearsals_of_pieces_refuse_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between the ends, and where a run of the body itself shows nothing."""
+    monkeypatch.setitem(COMPILERS, "reading", reads_in_warm_ups)
+    case = Case(guard="off", guarded="ends", facts="off", tc_compiler="reading")
+    (row,) = case.runner.capture().failures
+    assert row.key.size == 4
+    assert "reads the device from the host" in str(row.error)
+
+
 def tokens_off(module: fx.GraphModule) -> Callable[..., Any]:
     """A compiler whose code has wrong integers for up to two rows."""
 

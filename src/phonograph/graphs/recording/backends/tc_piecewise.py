@@ -201,8 +201,8 @@ class TcPiecewiseBackend:
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         if not isinstance(body, PieceBody):
             return self._run_as_written(key, body, warm_up)
-        if warm_up is WarmUp.DIAGNOSIS:  # its lines are the user's
-            return self._as_written.warm_up(key, body.as_written, warm_up)
+        if warm_up is WarmUp.DIAGNOSIS:  # lines of the body are the user's; what pieces alone do is refused after it
+            self._as_written.warm_up(key, body.as_written, warm_up)
         checked = replace(body, checks=True)
         self._rehearsed.add(key)
         try:
