@@ -147,6 +147,15 @@ class Cached:
         return x * self.table
 
 
+def kept_by_a_function() -> Body:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(body, "table"):
+            body.table = torch.tensor([2.0] * WIDTH)  # type: ignore[attr-defined]
+        return x * body.table  # type: ignore[attr-defined]
+
+    return body
+
+
 class SizedCache:
     """Makes its table anew where the size is another."""
 
@@ -176,6 +185,7 @@ RECORDED: dict[str, Callable[[], Body]] = {
     "an lru_cache": remembered,
     "a global table": globally_remembered,
     "a cached property": Cached,
+    "a table that a function keeps": kept_by_a_function,
     "a log in a gap": logging_in_a_gap,
     "batch norm that learns": lambda: nn.BatchNorm1d(WIDTH),
     "batch norm that does not": lambda: nn.BatchNorm1d(WIDTH).eval(),

@@ -269,6 +269,14 @@ class ReplacingAWeight(nn.Linear):
         return super().forward(x)
 
 
+def in_a_function() -> Body:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        body.last = x * 2  # type: ignore[attr-defined]
+        return x * 3
+
+    return body
+
+
 class Sized:
     """Keeps the size of its last call, for others to read."""
 
@@ -308,6 +316,7 @@ REFUSED: dict[str, tuple[Callable[[], Body], str]] = {
     "the size of a call": (lambda: Sized(len), "Sized.n"),
     "the shape of a call": (lambda: Sized(lambda x: x.shape), "Sized.n"),
     "whether a call is small": (lambda: Sized(lambda x: len(x) < 4, then=False), "Sized.n"),
+    "the first attribute of a function": (in_a_function, "body.last"),
     "random numbers": (drawn, "random"),
     "numpy's random numbers": (drawn_from_numpy, "numbers"),
     "torch's random numbers": (drawn_from_torch, "numbers"),

@@ -151,8 +151,11 @@ class _Reading:
             self._attribute(instruction, self._top(), with_null=False)
             return
         level, wanted = self._pop_all(2)
-        is_from = level.kind == wanted.kind == "constant" and wanted.key is not None
-        self._push(Read("import", (instruction.argval, level.key)) if is_from else _UNNAMED)
+        if level.kind == wanted.kind == "constant":
+            is_from = wanted.key is not None
+            self._push(self._note(instruction, Read("import", (instruction.argval, level.key, is_from))))
+        else:
+            self._push_unnamed(1)
 
     def _use(self, instruction: dis.Instruction, name: str) -> bool:
         """Instructions that use values as a whole; tells whether it was one."""

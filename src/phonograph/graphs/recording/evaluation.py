@@ -119,7 +119,7 @@ def _found(read: Read, scene: Scene) -> Any:
     if read.kind == "constant":
         return read.key
     if read.kind == "import":
-        return _imported(read.key[0], read.key[1], frame)
+        return sys.modules.get(imported_name(read, frame), UNKNOWN)
     if read.kind in ("computed", "call"):
         is_unknown = read.key == UNPACKED and read.kind == "call"
         return UNKNOWN if is_unknown else _computed(read, scene) if read.kind == "computed" else _called(read, scene)
@@ -129,13 +129,15 @@ def _found(read: Read, scene: Scene) -> Any:
     return _inside(read, scene)
 
 
-def _imported(name: str, level: int, frame: FrameType) -> Any:
-    """The module that `from name import …` has found."""
+def imported_name(read: Read, frame: FrameType) -> str:
+    """The full name of the module that an import gives: of `import a.b` it is `a`. Nothing where it has none."""
+    name, level, is_from = read.key
     package = str(frame.f_globals.get("__package__") or "")
     try:
-        return sys.modules.get(importlib.util.resolve_name("." * level + name, package), UNKNOWN)
+        found = importlib.util.resolve_name("." * level + name, package)
     except ImportError:
-        return UNKNOWN
+        return ""
+    return found if is_from else found.partition(".")[0]
 
 
 def _inside(read: Read, scene: Scene) -> Any:
@@ -336,7 +338,7 @@ def _called(read: Read, scene: Scene) -> Any:
     if any(function is one for one in (vars, type, getattr)) and arguments and arguments[0] is not UNKNOWN:
         return _of_object(function, *arguments)
     if type(function) in _FINDERS or isinstance(function, enum.EnumMeta) or function is importlib.import_module:
-        return _elsewhere(function, arguments, scene.frame)
+        return _elsewhere(function, arguments)
     if isinstance(owner, dict) and callee.name == "get" and arguments and is_key(arguments[0]):
         return dict.get(owner, arguments[0], arguments[1] if len(arguments) > 1 else None)
     if read.offset in scene.returned:
@@ -349,7 +351,7 @@ def _called(read: Read, scene: Scene) -> Any:
     return _applied(function, arguments) if is_pure and all(map(is_plain, arguments)) else UNKNOWN
 
 
-def _elsewhere(function: Any, arguments: list[Any], frame: FrameType) -> Any:
+def _elsewhere(function: Any, arguments: list[Any]) -> Any:
     """What a weak reference refers to, a module by its name, what a getter gets, a member of an enum by its value."""
     if type(function) is weakref.ref:
         found = function()
@@ -361,7 +363,7 @@ def _elsewhere(function: Any, arguments: list[Any], frame: FrameType) -> Any:
     if isinstance(function, enum.EnumMeta):
         return vars(function)["_value2member_map_"].get(arguments[0], UNKNOWN) if is_plain(arguments[0]) else UNKNOWN
     is_name = isinstance(arguments[0], str) and not arguments[0].startswith(".")
-    return _imported(arguments[0], 0, frame) if is_name else UNKNOWN
+    return sys.modules.get(arguments[0], UNKNOWN) if is_name else UNKNOWN
 
 
 def _of_object(function: Any, owner: Any, *arguments: Any) -> Any:

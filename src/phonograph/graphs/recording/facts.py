@@ -310,7 +310,7 @@ def _toy_function() -> Callable[[], int]:
 
 
 _TOY_READS = [
-    *("_Toy.offset", "_Toy.parts", "_Toy.scale", "_Toy.sizes"),
+    *("_Toy.offset", "_Toy.parts", "_Toy.scale", "_Toy.sizes", "builtins.getattr", "builtins.int", "builtins.sum"),
     *("cell", "facts._TOY_GLOBAL", "one.parts[…]", "sizes['one']", "toy"),
 ]
 

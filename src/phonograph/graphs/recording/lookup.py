@@ -72,6 +72,7 @@ def _outside(owner: Any, name: str, held: dict[str, Any], found: list[Held]) -> 
     return [*found, *(Held(one, name, ABSENT) for one in kinds if isinstance(one, dict)), *_in(held, name)]
 
 
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _OF_ENUMS = (vars(enum.Enum)["value"], vars(enum.Enum)["name"])
 
 
@@ -125,7 +126,9 @@ def _in_classes(order: Sequence[type], name: str) -> Iterator[Held]:
 
 @functools.lru_cache(maxsize=4096)
 def _watched_dict(kind: type) -> dict[str, Any] | None:
-    """Classes of torch but its modules, and of C extensions, are not watched."""
+    """Classes of torch but its modules and tensors, and of C extensions, are not watched."""
+    if kind in _TENSORS:
+        return class_dict(kind)
     module = str(kind.__module__)
     is_torch = module.partition(".")[0] == "torch" and not module.startswith("torch.nn.modules.")
     if is_torch or kind is torch.nn.Module or not kind.__flags__ & (1 << 9):  # a heap type: made by a class statement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import sys
 import sysconfig
@@ -35,7 +36,8 @@ def is_looked_into(file: str) -> bool:
 
 def is_installed(namespace: dict[str, Any]) -> bool:
     """Whether globals are those of an installed package, or of Python's own."""
-    return str(namespace.get("__file__") or "").startswith((*_PACKAGES, *_LIBRARY))
+    file = str(namespace.get("__file__") or "")
+    return namespace is vars(builtins) or file.startswith((*_PACKAGES, *_LIBRARY))
 
 
 def is_ours(value: Any) -> bool:

@@ -214,8 +214,7 @@ class Snapshot:
                 self._next([(None, place.then)], self._add(place, None, None, name))
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         self._next(((None, default) for default in defaults), before)
-        if value.__dict__:
-            self._visit_object(value, before, key)
+        self._visit_object(value, before, key)  # it may get its first attribute
 
     def _visit_method(self, value: types.MethodType, before: _Found | None, key: Any) -> None:
         self._todo.extend((part, before, key) for part in (value.__self__, value.__func__))

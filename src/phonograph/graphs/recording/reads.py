@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bisect
 import functools
+import importlib
 import inspect
 import operator
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,7 @@ from phonograph.graphs.recording.evaluation import (
     attribute_of,
     call_of,
     callee_of,
+    imported_name,
     keys_of,
     value_of,
 )
@@ -53,6 +56,7 @@ from phonograph.graphs.recording.ownership import file_of, is_looked_into, is_of
 from phonograph.graphs.recording.places import PLAIN
 from phonograph.graphs.recording.tracing import Callbacks, traced
 from phonograph.graphs.recording.uses import computes, contents_of, items_in, uses_of
+from phonograph.graphs.recording.weight_caches import parametrize_caching
 
 _NOTHING: dict[int, tuple[CodeType, Any]] = {}
 CONTAINERS_OF_MODULES = (ModuleList, Sequential, ModuleDict)
@@ -188,6 +192,8 @@ class Reads:
                 self._note("items", f"{read.base}[…]", AllItems(value_of(read.base, scene)), read, frame)
         elif read.kind == "match class":
             self._note_pattern(read, scene)
+        elif read.kind == "import":
+            self._note_import(read, imported_name(read, frame), frame)
         else:
             if read.kind == "call":
                 self._note_call(read, scene)
@@ -195,10 +201,17 @@ class Reads:
                 self._note(_kind_of(use.source), use.name, use.source, read, frame, use.inside)
 
     def _note_global(self, read: Read, frame: FrameType) -> None:
-        """A name that is not there may come, and hide a builtin."""
+        """A name that is not there may come, and hide a builtin; which may be replaced."""
         if frame.f_locals.get(read.key, UNKNOWN) is UNKNOWN or frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             module = str(frame.f_globals.get("__name__", "")).rpartition(".")[2]
             self._note("global", f"{module}.{read.key}", InDict(frame.f_globals, read.key), read, frame)
+            if read.key not in frame.f_globals:
+                self._note("global", f"builtins.{read.key}", InDict(frame.f_builtins, read.key), read, frame)
+
+    def _note_import(self, read: Read, name: str, frame: FrameType) -> None:
+        """That an import gives the same module. One that is relative to no package has no name."""
+        if name:
+            self._note("global", f"sys.modules[{name!r}]", InDict(sys.modules, name), read, frame)
 
     def _note_pattern(self, read: Read, scene: Scene) -> None:
         """`case Kind(one, two=…)` asks for the class of a value, and for attributes: by place, and by name."""
@@ -238,6 +251,9 @@ class Reads:
         if type(callee.function) is operator.attrgetter:
             for owner in values[:1]:
                 self._note_paths(first, owner, keys_of(callee.function), frame)
+            return
+        if callee.function is importlib.import_module and values and isinstance(values[0], str):
+            self._note_import(read, values[0] if not values[0].startswith(".") else "", frame)
             return
         if callee.function is functools.reduce and values[:1] == [getattr] and len(values) > 2:
             names = [one for one in items_in(values[1]) if isinstance(one, str)]
@@ -292,9 +308,18 @@ class Reads:
                 kind: FactKind = "global" if isinstance(owner, types.ModuleType) else "attribute"
                 self._note(kind, f"{base}.{read.key}", source, read, frame)
         if found:
+            self._note_getter(read, owner, found[-1].value, frame)
             self._learn(found[-1].value, frame)
             if _is_of_class(owner, found[-1]) and isinstance(found[-1].value, types.FunctionType):
                 self._note("class", f"the class of {base}", ClassOf(owner), read, frame)
+
+    def _note_getter(self, read: Read, owner: Any, value: Any, frame: FrameType) -> None:
+        """What a property reads whose getter is no code that is looked into."""
+        getter = value.fget if isinstance(value, property) else None
+        if type(getter) is operator.attrgetter:
+            self._note_paths(read, owner, keys_of(getter), frame)
+        elif (caching := parametrize_caching(getter)) is not None:
+            self._note("global", "parametrize._cache_enabled", caching, read, frame)
 
     def _note(
         self, kind: FactKind, name: str, source: Source, read: Read, frame: FrameType, inside: Source | None = None

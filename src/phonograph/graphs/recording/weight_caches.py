@@ -7,11 +7,14 @@ it leaves graph memory for eager code to read.
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from phonograph.graphs.recording.fact import InDict
 
 _PARAMETRIZE = "torch.nn.utils.parametrize"
 
@@ -43,3 +46,9 @@ def _parametrizations_uncached() -> Iterator[None]:
         yield
     finally:
         module._cache_enabled, module._cache = depth, cache
+
+
+def parametrize_caching(getter: Any) -> InDict | None:
+    """Where torch has it whether parametrized weights are cached, which their getters ask; None for other getters."""
+    is_torchs = isinstance(getter, types.FunctionType) and getter.__module__ == _PARAMETRIZE
+    return InDict(getter.__globals__, "_cache_enabled") if is_torchs else None
