@@ -45,6 +45,8 @@ log = logging.getLogger("phonograph")
 
 WINDOW = 64
 """Every fact is checked at least once in this many checks."""
+LAYOUT_WINDOW = 4 * WINDOW
+"""The same for layouts of tensors; up to `WINDOW` tensors are looked at within that."""
 _ALWAYS = 16
 """How many of those that take turns are checked each time: of a small model, all."""
 _MAX_SLOW = 2
@@ -220,16 +222,16 @@ def _turns(facts: Sequence[Fact]) -> Iterator[Callable[[], bool]]:
 
 
 def _layouts(facts: Sequence[Fact]) -> Iterator[Callable[[], bool]]:
-    """Checks of how tensors lie in the memory that begins where it did: all within the window, and, since each takes
-    several times as long as an address, at most in every fourth call where there are few."""
+    """Checks of how tensors lie in the memory that begins where it did. Each takes several times as long as an address:
+    so where there are few, at most one in every fourth call, and where there are many, all within four windows."""
     tensors = [fact for fact in facts if isinstance(fact.source, AddressOf)]
-    num_turns = min(WINDOW, len(tensors))
+    num_turns = min(LAYOUT_WINDOW, len(tensors))
     for turn in range(num_turns):
         code = _Generated()
         for fact in tensors[turn::num_turns]:
             code.add_layout(fact)
         yield code.compiled()
-        yield from (_holds,) * min(3, WINDOW // num_turns - 1)
+        yield from (_holds,) * max(0, min(3, WINDOW // num_turns - 1))
 
 
 def _holds() -> bool:
