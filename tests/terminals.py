@@ -46,11 +46,28 @@ class Terminal:
         new, self._seen = self.screen[self._seen : place + len(text)], place + len(text)
         return new
 
-    def status(self, seconds: float = 90) -> int:
-        """Wait for its end."""
-        end = time.monotonic() + seconds
+    def interrupt(self, text: str) -> None:
+        """Ctrl-C at a prompt until this is on the screen: readline misses a signal that comes just before it waits."""
+        for _ in range(4):
+            self.type(CTRL_C)
+            try:
+                self.until(text, seconds=10)
+            except AssertionError:
+                if self.process.poll() is not None:
+                    raise
+            else:
+                return
+        raise AssertionError(f"no {text!r} after four interrupts:\n{self.screen}")
+
+    def status(self, seconds: float = 90, again: bytes = b"") -> int:
+        """Wait for its end; what is given as `again` is typed every ten seconds."""
+        begun, typed = time.monotonic(), 1
         while self.process.poll() is None:
-            assert time.monotonic() < end, f"it does not end:\n{self.screen}"
+            passed = time.monotonic() - begun
+            assert passed < seconds, f"it does not end:\n{self.screen}"
+            if again and passed > 10 * typed:
+                typed += 1
+                self.type(again)
             self._read(0.1)
         while self._read(0):
             pass

@@ -112,13 +112,11 @@ def test_an_interrupt_stops_an_answer_and_not_the_program(chat: Terminal) -> Non
     chat.until("> ")
     chat.type("half a line")
     chat.until("half a line")
-    chat.type(CTRL_C)
+    chat.interrupt("> ")
+    chat.interrupt("(Ctrl-C again, or Ctrl-D, quits)")
     chat.until("> ")
     chat.type(CTRL_C)
-    chat.until("(Ctrl-C again, or Ctrl-D, quits)")
-    chat.until("> ")
-    chat.type(CTRL_C)
-    assert chat.status() == 0
+    assert chat.status(again=CTRL_C) == 0
     assert "Traceback" not in chat.screen
 
 
