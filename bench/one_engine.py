@@ -14,7 +14,7 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ class Sizes:
     host_steps: int = 20
     cases: tuple[tuple[int, int], ...] = ((1, 128), (8, 128), (1, 2048))
     """Requests, and the tokens that they have together."""
-    rounds: int = 40
-    w1_runs: int = 3
+    rounds: int = 20
+    w1_runs: int = 2
 
 
 QUICK = Sizes(decodes=(1, 3), prompt=9, steps=4, host_steps=2, cases=((1, 8), (3, 8), (1, 24)), rounds=2, w1_runs=1)
@@ -132,10 +132,12 @@ def main() -> None:
     parser.add_argument("--plan", nargs="*", default=[], help="settings of the plan: decode.backend=full …")
     parser.add_argument("--guard", help="refuse, report or off")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--decodes", nargs="*", type=int, default=Sizes.decodes, help="sequences that decode together")
+    parser.add_argument("--w1-runs", type=int, default=Sizes.w1_runs)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--start-only", action="store_true")
     args = parser.parse_args()
-    sizes = QUICK if args.quick else Sizes()
+    sizes = QUICK if args.quick else replace(Sizes(), decodes=tuple(args.decodes), w1_runs=args.w1_runs)
     asked = [ask("guard", args.guard, origin="--guard")] if args.guard else []
     asked += [ask(*setting.split("=", 1), origin="--plan") for setting in args.plan]
     if args.device == "cuda":

@@ -24,16 +24,17 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import report
 import torch
 from eagle_text import Prompt, Prompts
+from engine_turns import Engine, Figures, Part, Turns
 from random_head import write_random_head
 from round_costs import round_costs
 from same_answers import Answers, answers, compared
@@ -53,8 +54,6 @@ from phonograph.engine.passes.target_verify import PLAIN_STEPS
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import PlanError
 
-Figures = dict[str, Any]
-T = TypeVar("T")
 GOALS = {(4, 0.8): 2.3, (3, 0.7): 1.8, (2, 0.5): 1.3}
 """By depth and rate of acceptance: how many times as fast as plain decoding the 8B shape is to be."""
 
@@ -82,6 +81,8 @@ class Setting:
     head: Path | None = None
     data: Path | None = None
     draft_vocab: int = 32_000
+    random_head: Path | None = None
+    """For the shape."""
 
     @property
     def drafters(self) -> dict[str, dict[str, Any]]:
@@ -108,28 +109,24 @@ TINY = replace(
 
 
 class Benchmark:
-    """Opens engines, one at a time, and measures them."""
+    """The parts."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self._plain: dict[int, float] = {}
 
-    def on(self, work: Callable[[LLM], T], model: RandomCheckpoint | None = None, **changes: Any) -> T:
-        """What is measured on an engine that is opened for it, and gone afterwards: each takes most of the memory."""
-        setting = self.setting
+    def open(self, engine: Engine) -> LLM:
+        """With a cache for all rows and no more, so that others may use the device too."""
+        setting, changes = self.setting, dict(engine.changes)
         usual: dict[str, Any] = {"max_seqs": max(setting.batches), "max_len": setting.max_len, "dtype": setting.dtype}
         if changes.get("speculate", "off") != "off":
             usual |= {"speculate_depth": setting.depth, "speculate_when": "always"}
-        options = EngineOptions(**{**usual, "verify": "off", "prefix_cache": False, **changes})
-        _clean(setting.device)
+        usual |= {"verify": "off", "prefix_cache": False, **changes}
+        usual.setdefault("cache_tokens", (usual["max_seqs"] + 4) * usual["max_len"])
         begun = time.perf_counter()
-        llm = LLM(model or setting.model, device=setting.device, options=options)
-        print(f"  opened in {time.perf_counter() - begun:.1f} s: {changes or 'plain'}", flush=True)
-        try:
-            return work(llm)
-        finally:
-            del llm
-            _clean(setting.device)
+        with nullcontext() if engine.accepts == "right" else accepting(engine.accepts):
+            llm = LLM(engine.model or setting.model, device=setting.device, options=EngineOptions(**usual))
+        print(f"opened in {time.perf_counter() - begun:.1f} s: {changes or 'plain'}", flush=True)
+        return llm
 
     def prompts(self, llm: LLM, count: int) -> list[Prompt]:
         """Held-out ones where there are some, or random ones."""
@@ -159,17 +156,19 @@ class Benchmark:
 
     # -- the parts ------------------------------------------------------------------------------------------------
 
-    def same(self) -> Figures:
+    def same(self) -> Part:
         """Answers of each drafter against plain decoding."""
 
         def work(llm: LLM) -> Answers:
             prompts = [prompt.tokens for prompt in self.prompts(llm, self.setting.compared)]
             return answers(llm, prompts, self.setting.new_tokens // 4)
 
-        plain = self.on(work)
-        return compared({name: self.on(work, **changes) for name, changes in self.setting.drafters.items()}, plain)
+        plain, found = (yield Engine(), work), dict[str, Answers]()
+        for name, changes in self.setting.drafters.items():
+            found[name] = yield Engine.of(**changes), work
+        return compared(found, plain)
 
-    def rounds(self) -> Figures:
+    def rounds(self) -> Part:
         """Tokens a round by drafter and kind of text."""
 
         def work(llm: LLM) -> Figures:
@@ -177,7 +176,10 @@ class Benchmark:
             kinds = ("all", *sorted({prompt.kind for prompt in prompts}))
             return {kind: self._rounds(llm, prompts, kind) for kind in kinds}
 
-        return {name: self.on(work, **changes) for name, changes in self.setting.drafters.items()}
+        found: Figures = {}
+        for name, changes in self.setting.drafters.items():
+            found[name] = yield Engine.of(**changes), work
+        return found
 
     def _rounds(self, llm: LLM, prompts: Sequence[Prompt], kind: str) -> Figures:
         before = _counts(llm)
@@ -197,40 +199,36 @@ class Benchmark:
             "accepted_by_place": [round(count / rounds, 4) if rounds else None for count in accepted],
         }
 
-    def plain(self, num_seqs: int) -> float:
-        """Plain decoding's tokens a second, measured once."""
-        if not self._plain:
-            self._plain = self.on(partial(self._by_batch, new_tokens=self.setting.new_tokens))
-        return self._plain[num_seqs]
-
     def _by_batch(self, llm: LLM, new_tokens: int) -> dict[int, float]:
         return {count: self.rate(llm, count, new_tokens) for count in self.setting.batches}
 
-    def rates(self) -> Figures:
+    def rates(self) -> Part:
         """Tokens a second with rounds always, and how many times plain decoding's."""
-        found: Figures = {"plain": {f"{count}": round(self.plain(count), 1) for count in self.setting.batches}}
+
+        def work(llm: LLM) -> tuple[dict[int, float], str]:
+            rates = self._by_batch(llm, self.setting.new_tokens)
+            return rates, str(measured_costs(llm.executor.runners[TARGET_VERIFY.name]))
+
+        plain = yield Engine(), partial(self._by_batch, new_tokens=self.setting.new_tokens)
+        found: Figures = {"plain": {f"{count}": round(rate, 1) for count, rate in plain.items()}}
         for name, changes in self.setting.drafters.items():
-            found[f"{name} always"] = self.on(self._against_plain, **changes)
+            rates, ratios = yield Engine.of(**changes), work
+            found[f"{name} always"] = {
+                f"{count}": {"tokens_per_s": round(rate, 1), "times_plain": round(rate / plain[count], 3)}
+                for count, rate in rates.items()
+            } | {"ratios": ratios}
         return found
 
-    def _against_plain(self, llm: LLM) -> Figures:
-        found: Figures = {
-            f"{count}": {"tokens_per_s": round(rate, 1), "times_plain": round(rate / self.plain(count), 3)}
-            for count, rate in self._by_batch(llm, self.setting.new_tokens).items()
-        }
-        return found | {"ratios": str(measured_costs(llm.executor.runners[TARGET_VERIFY.name]))}
-
-    def curve(self) -> Figures:
+    def curve(self) -> Part:
         """Up and down again, in one engine each: the largest loss against plain decoding, and between the two ways."""
         sizes = [*self.setting.batches, *self.setting.batches[-2::-1]]
-        engines: dict[str, dict[str, Any]] = {"plain": {}}
-        singles = self.setting.single_drafters
-        engines |= {name: {**changes, "speculate_when": "pays"} for name, changes in singles.items()}
 
         def work(llm: LLM) -> list[float]:
             return [round(self.rate(llm, count, self.setting.new_tokens), 1) for count in sizes]
 
-        both = {name: self.on(work, **changes) for name, changes in engines.items()}
+        both, singles = {"plain": (yield Engine(), work)}, self.setting.single_drafters
+        for name, changes in singles.items():
+            both[name] = yield Engine.of(**changes, speculate_when="pays"), work
         found: Figures = {"batches": sizes, "tokens_per_s": both}
         for name in singles:
             times = [rate / plain for rate, plain in zip(both[name], both["plain"], strict=True)]
@@ -243,22 +241,23 @@ class Benchmark:
             }
         return found
 
-    def wrong(self) -> Figures:
+    def wrong(self) -> Part:
         """No draft is accepted: what probing costs."""
-        plain = self.on(partial(self._by_batch, new_tokens=self.setting.long_tokens))
 
         def work(llm: LLM) -> Figures:
             rates, counts = self._by_batch(llm, self.setting.long_tokens), _counts(llm)
             if counts.tokens != counts.rounds:
                 raise PlanError(f"measuring drafts that are never accepted: {counts.tokens - counts.rounds} were.")
-            losses = {f"{count}": round(1 - rate / plain[count], 4) for count, rate in rates.items()}
-            return {"losses": losses, "rounds": counts.rounds, "plain": dict(counts.plain), "goal": 0.02}
+            return {"rates": rates, "rounds": counts.rounds, "plain": dict(counts.plain)}
 
-        with accepting(None):
-            drafters = self.setting.single_drafters.items()
-            return {name: self.on(work, **changes, speculate_when="pays") for name, changes in drafters}
+        plain, found = (yield Engine(), partial(self._by_batch, new_tokens=self.setting.long_tokens)), dict[str, Any]()
+        for name, changes in self.setting.single_drafters.items():
+            row = yield Engine.of(accepts=None, **changes, speculate_when="pays"), work
+            losses = {f"{count}": round(1 - rate / plain[count], 4) for count, rate in row.pop("rates").items()}
+            found[name] = {"losses": losses, **row, "goal": 0.02}
+        return found
 
-    def costs(self) -> Figures:
+    def costs(self) -> Part:
         """Of each drafter with the model itself, and of a random head with the large shape."""
 
         def work(llm: LLM) -> Figures:
@@ -266,52 +265,50 @@ class Benchmark:
                 f"{count}": round_costs(llm, count) for count in self.setting.batches if count <= llm.limits.max_seqs
             }
 
-        found = {name: self.on(work, **changes) for name, changes in self.setting.single_drafters.items()}
-        with self._random_head() as folder:
-            found["random head, large shape"] = self.on(work, self.setting.shape, **self._shape(folder, 4))
+        found: Figures = {}
+        for name, changes in self.setting.single_drafters.items():
+            found[name] = yield Engine.of(**changes), work
+        depth, rate = next(iter(GOALS))
+        found["random head, large shape"] = yield self._large(depth, rate), work
         return found
 
-    @contextmanager
-    def _random_head(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory() as folder:
-            config = self.setting.shape.config
-            write_random_head(Path(folder), config, self.setting.draft_vocab, self.setting.dtype)
-            yield Path(folder)
+    def _large(self, depth: int, rate: float) -> Engine:
+        changes = {"speculate": "eagle", "draft": self.setting.random_head, "speculate_depth": depth, "max_seqs": 1}
+        return Engine.of(self.setting.shape, rate, **changes)
 
-    def _shape(self, head: Path, depth: int) -> Figures:
-        return {"speculate": "eagle", "draft": head, "speculate_depth": depth, "max_seqs": 1}
-
-    def shape(self) -> Figures:
+    def shape(self) -> Part:
         """The large shape at batch 1 with acceptance at set rates, a random head's costs included."""
 
         def work(llm: LLM) -> tuple[float, Any]:
             return self.rate(llm, 1, self.setting.new_tokens), llm.core.speculation and _counts(llm)
 
-        plain, _ = self.on(work, self.setting.shape, max_seqs=1)
+        plain, _ = yield Engine.of(self.setting.shape, max_seqs=1), work
         found: Figures = {"plain": round(plain, 1)}
-        with self._random_head() as folder:
-            for (depth, rate), goal in GOALS.items():
-                with accepting(rate):
-                    reached, counts = self.on(work, self.setting.shape, **self._shape(folder, depth))
-                found[f"depth {depth} at {rate}"] = {
-                    "tokens_per_s": round(reached, 1),
-                    "times_plain": round(reached / plain, 3),
-                    "goal": goal,
-                    "tokens_a_round": round(counts.tokens_per_round, 3),
-                    "tokens_a_round_expected": round(expected(rate, depth), 3),
-                    "accepted_of_those_reached": rates_of(counts.accepted, counts.rounds),
-                }
+        for (depth, rate), goal in GOALS.items():
+            reached, counts = yield self._large(depth, rate), work
+            found[f"depth {depth} at {rate}"] = {
+                "tokens_per_s": round(reached, 1),
+                "times_plain": round(reached / plain, 3),
+                "goal": goal,
+                "tokens_a_round": round(counts.tokens_per_round, 3),
+                "tokens_a_round_expected": round(expected(rate, depth), 3),
+                "accepted_of_those_reached": rates_of(counts.accepted, counts.rounds),
+            }
         return found
 
-    def poisson(self) -> Figures:
+    def poisson(self) -> Part:
         """Requests by chance, at a third and at two thirds of what plain decoding does with all rows."""
-        most = self.plain(max(self.setting.batches)) / self.setting.new_tokens
+        rows = max(self.setting.batches)
+        most = yield Engine(), lambda llm: self.rate(llm, rows, self.setting.new_tokens)
 
         def work(llm: LLM) -> Figures:
-            return {f"{share:.2f} of capacity": self._poisson(llm, most * share) for share in (1 / 3, 2 / 3)}
+            capacity = most / self.setting.new_tokens
+            return {f"{share:.2f} of capacity": self._poisson(llm, capacity * share) for share in (1 / 3, 2 / 3)}
 
-        drafters = self.setting.single_drafters.items()
-        return {name: self.on(work, **changes, speculate_when="pays", prefix_cache=True) for name, changes in drafters}
+        found: Figures = {}
+        for name, changes in self.setting.single_drafters.items():
+            found[name] = yield Engine.of(**changes, speculate_when="pays"), work
+        return found
 
     def _poisson(self, llm: LLM, per_second: float) -> Figures:
         numbers, due, jobs = random.Random(3), 0.0, list[Job]()
@@ -319,7 +316,7 @@ class Benchmark:
             jobs.append(Job(due, list(prompt.tokens), self.setting.new_tokens))
             due += numbers.expovariate(per_second)
         runner, counts = llm.executor.runners[TARGET_VERIFY.name], _counts(llm)
-        before = dict(runner.stats.replays)
+        before, eager = dict(runner.stats.replays), runner.stats.eager.total()
         streams = EngineDriver(llm).serve(jobs)
         replays = {key: count - before.get(key, 0) for key, count in runner.stats.replays.items()}
         rounds = sum(count for key, count in replays.items() if PLAIN_STEPS not in key.axes)
@@ -330,7 +327,7 @@ class Benchmark:
             "tokens_a_round": round((after.tokens - counts.tokens) / max(1, after.rounds - counts.rounds), 3),
             "median_time_to_first_token_s": round(statistics.median(stream.first for stream in streams), 4),
             "mean_time_of_a_token_s": round(statistics.fmean(gaps), 6) if gaps else None,
-            "eager_steps": runner.stats.eager.total(),
+            "eager_steps": runner.stats.eager.total() - eager,
         }
 
 
@@ -345,7 +342,7 @@ def _clean(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-PARTS: dict[str, Callable[[Benchmark], Figures]] = {
+PARTS: dict[str, Callable[[Benchmark], Part]] = {
     "same": Benchmark.same,
     "rounds": Benchmark.rounds,
     "shape": Benchmark.shape,
@@ -358,19 +355,14 @@ PARTS: dict[str, Callable[[Benchmark], Figures]] = {
 
 
 def measure(setting: Setting, only: Sequence[str], out: Path, device: Device) -> Path:
-    """The parts in turn; the file is written after each, so that a run that is ended leaves what it found."""
-    bench, figures = Benchmark(setting), dict[str, Any]()
+    """The parts, and the path of the file that has them."""
     name = f"speculation_{device.torch_device.type}"
-    for part in only:
-        begun = time.perf_counter()
-        print(part, flush=True)
-        try:
-            figures[part] = PARTS[part](bench)
-        except Exception as error:  # the others are worth having all the same
-            figures[part] = {"failed": f"{type(error).__name__}: {error}"}
-        print(f"  {time.perf_counter() - begun:.1f} s  {figures[part]}", flush=True)
-        path = report.write(name, figures, out)
-    return path
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_head(Path(folder), setting.shape.config, setting.draft_vocab, setting.dtype)
+        bench = Benchmark(replace(setting, random_head=Path(folder)))
+        turns = Turns({name: PARTS[name](bench) for name in only}, bench.open, partial(_clean, setting.device))
+        turns.run(lambda figures: print(report.write(name, figures, out), flush=True))
+    return out / f"{name}.json"
 
 
 def main() -> None:
