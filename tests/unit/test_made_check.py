@@ -13,9 +13,9 @@ from phonograph.graphs.recording.made_check import Outcome, refuse_another_resul
 ONES = torch.ones(4)
 
 
-def refused(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def refused(found: torch.Tensor, wanted: torch.Tensor, rounds_in: torch.dtype = torch.float32) -> bool:
     try:
-        refuse_another_result(Outcome(found, []), Outcome(wanted, []), None, is_exact=False)
+        refuse_another_result(Outcome(found, []), Outcome(wanted, []), None, rounds_in)
     except CaptureError:
         return True
     return False
@@ -44,10 +44,18 @@ def test_how_far_a_compiler_may_be_off(found: torch.Tensor, wanted: torch.Tensor
     assert refused(found, wanted) is is_refused
 
 
-def refusal_of(found: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor, *, is_exact: bool) -> str:
+def test_values_are_as_exact_as_what_they_are_computed_from() -> None:
+    scores = torch.tensor([-5.72, -2.43])
+    assert refused(scores * 1.02, scores)
+    assert not refused(scores * 1.02, scores, torch.bfloat16)
+    assert refused(scores * 1.5, scores, torch.bfloat16)
+    assert refused(scores.double() * 1.001, scores.double(), torch.float64)
+
+
+def refusal_of(found: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor, rounds_in: torch.dtype | None) -> str:
     made, body = (Outcome(ONES, [], {"cache": state}, {"cache": before}) for state in (found, wanted))
     try:
-        refuse_another_result(made, body, None, is_exact=is_exact)
+        refuse_another_result(made, body, None, rounds_in)
     except CaptureError as error:
         return str(error)
     return ""
@@ -62,40 +70,40 @@ def test_written_state_is_compared_and_what_lies_around_it_hides_nothing() -> No
     far[:4] *= 1.5
     nothing[:4] = before[:4]
     other[0] = -1.0
-    assert not refusal_of(wanted.clone(), wanted, before, is_exact=False)
-    assert not refusal_of(near, wanted, before, is_exact=False)
+    assert not refusal_of(wanted.clone(), wanted, before, torch.float32)
+    assert not refusal_of(near, wanted, before, torch.float32)
     # One row of four after another pick.
-    assert not refusal_of(other, wanted, before, is_exact=False)
+    assert not refusal_of(other, wanted, before, torch.float32)
     for wrong in (far, nothing, torch.full_like(wanted, math.nan)):
-        assert "the state cache differs in 100% of the vectors" in refusal_of(wrong, wanted, before, is_exact=False)
+        assert "the state cache differs in 100% of the vectors" in refusal_of(wrong, wanted, before, torch.float32)
     for wrong in (near, other):
-        assert "the state cache has" in refusal_of(wrong, wanted, before, is_exact=True)
+        assert "the state cache has" in refusal_of(wrong, wanted, before, None)
 
 
 def test_what_is_not_finite_in_both_is_not_apart() -> None:
     before, wanted = torch.zeros(4, 3), torch.tensor([[-math.inf, 1.0, math.nan]]).repeat(4, 1)
     other = wanted * torch.tensor([1.0, 2.0, 1.0])
-    assert not refusal_of(wanted.clone(), wanted, before, is_exact=False)
+    assert not refusal_of(wanted.clone(), wanted, before, torch.float32)
     for wrong in (other, wanted.nan_to_num(), before):
-        assert "differs in 100% of the vectors" in refusal_of(wrong, wanted, before, is_exact=False)
+        assert "differs in 100% of the vectors" in refusal_of(wrong, wanted, before, torch.float32)
 
 
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_what_differs_between_runs_of_the_body_excuses_nothing_else(*, is_exact: bool) -> None:
+@pytest.mark.parametrize("rounds_in", [None, torch.float32])
+def test_what_differs_between_runs_of_the_body_excuses_nothing_else(rounds_in: torch.dtype | None) -> None:
     clock = iter(range(10))
 
     def outcome(steady: torch.Tensor, state: torch.Tensor = ONES) -> Outcome:
         return Outcome({"clock": ONES * (1 + next(clock)), "steady": steady}, [], {"cache": state}, {"cache": ONES * 0})
 
-    refuse_another_result(outcome(ONES), outcome(ONES), lambda: outcome(ONES), is_exact=is_exact)
+    refuse_another_result(outcome(ONES), outcome(ONES), lambda: outcome(ONES), rounds_in)
     with pytest.raises(CaptureError, match=r"output \['steady'\] has 2"):
-        refuse_another_result(outcome(ONES * 2), outcome(ONES), lambda: outcome(ONES), is_exact=is_exact)
+        refuse_another_result(outcome(ONES * 2), outcome(ONES), lambda: outcome(ONES), rounds_in)
     with pytest.raises(CaptureError, match="the state cache"):
-        refuse_another_result(outcome(ONES, ONES * 2), outcome(ONES), lambda: outcome(ONES), is_exact=is_exact)
+        refuse_another_result(outcome(ONES, ONES * 2), outcome(ONES), lambda: outcome(ONES), rounds_in)
 
 
 def test_a_body_that_rounds_otherwise_in_every_run_excuses_no_more_than_that() -> None:
     with pytest.raises(CaptureError, match="the output has 2"):
         refuse_another_result(
-            Outcome(ONES * 2, []), Outcome(ONES, []), lambda: Outcome(ONES * 1.005, []), is_exact=False
+            Outcome(ONES * 2, []), Outcome(ONES, []), lambda: Outcome(ONES * 1.005, []), torch.float32
         )

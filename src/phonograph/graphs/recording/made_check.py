@@ -25,7 +25,8 @@ from phonograph.graphs.recording.places import PLAIN
 from phonograph.graphs.recording.tensor_state import generators_restored
 
 _APART = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.2}
-"""How far a compiler that rounds in its own way may be off: root mean square over that of the values."""
+"""How far a compiler that rounds in its own way may be off, by the coarsest dtype that it computes in: root mean square
+over that of the values."""
 _MOST_FAR = 0.5
 """Share of the vectors that a run writes to its state which may be further off: after another pick all differ."""
 Kept = Callable[[ShapeKey], AbstractContextManager[None]]
@@ -106,7 +107,7 @@ class MadeCheck:
         made, body = self._rehearsed.pop(key), self.run_body(key, kept, watched, noting)
         again = partial(self.run_body, key, kept, _unwatched) if self.may_rerun else None
         try:
-            refuse_another_result(made, body, again, is_exact=self.binder.backend.is_exact)
+            refuse_another_result(made, body, again, self.binder.backend.rounds_in(key))
         except CaptureError as error:
             self._wrong[self._program(key)] = error
             raise
@@ -148,18 +149,20 @@ def _copies(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def refuse_another_result(made: Outcome, body: Outcome, again: Callable[[], Outcome] | None, *, is_exact: bool) -> None:
+def refuse_another_result(
+    made: Outcome, body: Outcome, again: Callable[[], Outcome] | None, rounds_in: torch.dtype | None
+) -> None:
     """Refuse what gives otherwise than the body; but for results that the body itself gives otherwise `again`, by the
-    same measure, as when gaps read a clock."""
-    found = dict(_other_results(made, body, is_exact=is_exact))
+    same measure, as when gaps read a clock. What was made may round in its own way, in a dtype; None for not at all."""
+    found = dict(_other_results(made, body, rounds_in))
     if found and again is not None:
-        own = dict(_other_results(again(), body, is_exact=is_exact))
+        own = dict(_other_results(again(), body, rounds_in))
         found = {name: wrong for name, wrong in found.items() if name not in own}
     for name, wrong in found.items():
         raise CaptureError(f"the traced body gives another result than the body itself: {name} {wrong}", _REMEDY)
 
 
-def _other_results(made: Outcome, body: Outcome, *, is_exact: bool) -> Iterator[tuple[str, str]]:
+def _other_results(made: Outcome, body: Outcome, rounds_in: torch.dtype | None) -> Iterator[tuple[str, str]]:
     """What is made of a body gives otherwise than the body, on one sample: names, and how it is wrong."""
     found, wanted = dict(leaves(made.outputs)), dict(leaves(body.outputs))
     if found.keys() != wanted.keys():
@@ -170,28 +173,34 @@ def _other_results(made: Outcome, body: Outcome, *, is_exact: bool) -> Iterator[
         (f"tensor {at} that it writes", *both) for at, both in enumerate(zip(made.state, body.state, strict=False))
     ]
     for name, one, other in pairs:
-        wrong = _wrong(one, other, is_exact=is_exact)
+        wrong = _wrong(one, other, rounds_in)
         if wrong:
             yield name, wrong
-    for name, wrong in _wrong_state(made, body, is_exact=is_exact):
+    for name, wrong in _wrong_state(made, body, rounds_in):
         yield f"the state {name}", wrong
 
 
-def _wrong_state(made: Outcome, body: Outcome, *, is_exact: bool) -> Iterator[tuple[str, str]]:
+def _wrong_state(made: Outcome, body: Outcome, rounds_in: torch.dtype | None) -> Iterator[tuple[str, str]]:
     """State that live rows may read. What rounds in its own way may pick another token, and then all that follows from
     it differs: half of the vectors that are written must be near."""
     for name, wanted in body.live.items():
         found, start = made.live[name], body.before[name]
-        if is_exact:
-            wrong = _wrong(found, wanted, is_exact=True)
+        if rounds_in is None:
+            wrong = _wrong(found, wanted, None)
         elif wanted.is_floating_point() and wanted.dim():
             written = ((found != start) | (wanted != start)).any(-1)
-            limit = _APART.get(wanted.dtype, 0.5)
+            limit = _limit(wanted.dtype, rounds_in)
             wrong = _far(found[written].double(), wanted[written].double(), limit) if bool(written.any()) else ""
         else:
             wrong = ""
         if wrong:
             yield name, wrong
+
+
+def _limit(*dtypes: torch.dtype) -> float:
+    """How far apart values of one dtype may be that were computed in another: log-probabilities in float32 are no more
+    exact than the logits."""
+    return max(_APART.get(dtype, 0.5) for dtype in dtypes)
 
 
 def _far(found: torch.Tensor, wanted: torch.Tensor, limit: float) -> str:
@@ -204,18 +213,18 @@ def _far(found: torch.Tensor, wanted: torch.Tensor, limit: float) -> str:
     return f"differs in {share:.0%} of the vectors that it writes" if share > _MOST_FAR else ""
 
 
-def _wrong(found: Any, wanted: Any, *, is_exact: bool) -> str:
+def _wrong(found: Any, wanted: Any, rounds_in: torch.dtype | None) -> str:
     if not isinstance(wanted, torch.Tensor) or not isinstance(found, torch.Tensor):
         is_same = type(found) is type(wanted) and (not isinstance(wanted, PLAIN) or repr(found) == repr(wanted))
         return "" if is_same else f"is {_described(found)}, not {_described(wanted)}"
     if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         return f"is {_described(found)}, not {_described(wanted)}"
-    if is_exact:
+    if rounds_in is None:
         return "" if is_near(found, wanted) else _apart(found, wanted)
     # A rounded sum may pick another token.
     return (
         _apart(found, wanted)
-        if wanted.is_floating_point() and _distance(found, wanted) > _APART.get(wanted.dtype, 0.5)
+        if wanted.is_floating_point() and _distance(found, wanted) > _limit(wanted.dtype, rounds_in)
         else ""
     )
 

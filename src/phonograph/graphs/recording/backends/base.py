@@ -164,6 +164,10 @@ class Backend(Protocol):
         """Which of the programs that were made of the body a prepared shape runs; -1 where it is the body itself."""
         ...
 
+    def rounds_in(self, key: ShapeKey) -> torch.dtype | None:
+        """The coarsest dtype in which replays of a shape round otherwise than the body; None where none does."""
+        ...
+
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         """Run a body once as a warm-up and return what it returned: the body itself, or one that was bound."""
         ...

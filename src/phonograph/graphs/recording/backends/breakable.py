@@ -232,6 +232,9 @@ class BreakableBackend:
     def program_of(self, key: ShapeKey) -> int:
         return -1
 
+    def rounds_in(self, key: ShapeKey) -> None:
+        return None
+
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         rehearse = warm_up is not WarmUp.FREE
         with self._device.rehearsal(named=warm_up is WarmUp.DIAGNOSIS) as rehearsal:

@@ -39,6 +39,9 @@ class DebugBackend:
     def program_of(self, key: ShapeKey) -> int:
         return -1
 
+    def rounds_in(self, key: ShapeKey) -> None:
+        return None
+
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         return self._inner.warm_up(key, body, warm_up)
 

@@ -38,6 +38,9 @@ class DisabledBackend:
     def program_of(self, key: ShapeKey) -> int:
         return -1
 
+    def rounds_in(self, key: ShapeKey) -> None:
+        return None
+
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         return body()
 

@@ -38,6 +38,9 @@ class FullBackend:
     def program_of(self, key: ShapeKey) -> int:
         return -1
 
+    def rounds_in(self, key: ShapeKey) -> None:
+        return None
+
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         with self._device.rehearsal(named=warm_up is WarmUp.DIAGNOSIS) as rehearsal:
             if warm_up is WarmUp.FREE:

@@ -104,7 +104,9 @@ class _Programs:
                 f"{count}, and none is for this one: {problem}",
                 "Compute the same for every size, use fewer buckets, or use backend='breakable'",
             )
-        tracer = Tracer(self.body, self.make)
+        # Code that is general in a size fits others than one; inductor can't make such code from a size of one.
+        is_general = not self.tracers or any(sized.tensor.shape[sized.axis] > 1 for sized in view.sizes)
+        tracer = Tracer(self.body, self.make, is_general=is_general)
         call = tracer.call(view)
         self.tracers.append(tracer)
         self._of_key[view.key] = tracer
@@ -197,6 +199,10 @@ class TcPiecewiseBackend:
     def program_of(self, key: ShapeKey) -> int:
         group = self._programs.get(key.group)
         return group.index_of(key) if group is not None else -1
+
+    def rounds_in(self, key: ShapeKey) -> torch.dtype | None:
+        at = -1 if self.is_exact else self.program_of(key)
+        return self._programs[key.group].tracers[at].program.graph.coarsest if at >= 0 else None
 
     def warm_up(self, key: ShapeKey, body: Body, warm_up: WarmUp) -> Any:
         if not isinstance(body, PieceBody):

@@ -83,6 +83,13 @@ class TracedGraph:
         assert isinstance(found, tuple | list)
         return list(found)
 
+    @cached_property
+    def coarsest(self) -> torch.dtype | None:
+        """The floating dtype with the fewest bits that a value of it has; None where all are whole numbers."""
+        values = [value for node in self.nodes for value in _tensors(node.meta.get("example_value"))]
+        found = {value.dtype for value in values if value.dtype.is_floating_point}
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
     def sizes(self, flat: Sequence[Any]) -> dict[Any, int]:
         """By symbol, its value in these arguments."""
         found: dict[Any, int] = {}
@@ -204,6 +211,8 @@ class Tracer:
     body: ViewBody
     make: Callable[[TracedGraph], Any]
     """Makes a program of a graph."""
+    is_general: bool = True
+    """Whether the sizes that buckets change are symbols; else the graph is for the first view's alone."""
     program: Any = None
     """What was made of the graph; None before the first call."""
     _function: Callable[..., Any] = field(init=False)
@@ -223,12 +232,12 @@ class Tracer:
 
     def call(self, view: BodyView) -> Call:
         """Find the graph's arguments for a view; the first one is traced."""
-        if not self._is_made:
+        if not self._is_made and self.is_general:
             for sized in view.sizes:
                 torch._dynamo.maybe_mark_dynamic(sized.tensor, sized.axis)
         self._view, self._noted = view, None
         try:
-            with _tracing_options(_size_sources(view)):
+            with _tracing_options(_size_sources(view) if self.is_general else ""):
                 result = self._function(self.body, view.batch, view.kwargs)
         except Exception as error:
             raise as_capture_error(error) from None
@@ -344,6 +353,14 @@ def _stand_in(graph: TracedGraph, output: Any, sizes: Mapping[Any, int]) -> Any:
         return output
     is_tensor = isinstance(output.meta.get("example_value"), torch.Tensor)
     return torch.empty(0) if is_tensor else graph.value_of(output, sizes)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
 
 
 def _terms_of(said: Any) -> list[_Term]:
