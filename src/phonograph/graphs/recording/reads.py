@@ -235,6 +235,8 @@ class Reads:
     def _note_call(self, read: Read, scene: Scene) -> None:
         callee, arguments = call_of(read, scene)
         values = [one.value for one in arguments]
+        for module in (one for one in (callee.function, *values) if isinstance(one, torch.nn.Module)):
+            self._meet(module, scene.frame)  # its `forward` may be a function that no frame tells of
         self._note_called(callee.function, scene.frame)
         if any(callee.function is one for one in (isinstance, type)) and values and values[0] is not UNKNOWN:
             self._note_class(values[0], read, scene.frame)
