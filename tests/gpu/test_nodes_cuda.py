@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -130,6 +131,64 @@ def test_addresses_of_a_graphs_own_memory_are_known_as_such() -> None:
     assert found.unseen == ()
     assert kept.shape == (8 * WIDTH,)
     graph.release()
+
+
+@functools.cache
+def tables() -> list[torch.Tensor]:
+    return [torch.randn(8, WIDTH, device="cuda") for _ in range(2)]
+
+
+def copied(batch: dict[str, Any]) -> Any:
+    """A copy of contiguous memory, which the driver makes without a kernel."""
+    out = torch.empty_like(batch["x"])
+    _driver_copy(out, tables()[batch["scale"] != 0.5])
+    return out + batch["x"]
+
+
+def copied_rightly(batch: dict[str, Any]) -> Any:
+    out = torch.empty_like(batch["x"])
+    _driver_copy(out, tables()[0])
+    return out + batch["x"]
+
+
+def filled(batch: dict[str, Any]) -> Any:
+    out = torch.empty_like(batch["x"])
+    _driver_fill(out, 1 if batch["scale"] == 0.5 else 2)
+    return batch["x"] + out.view(torch.int32).float()
+
+
+def filled_rightly(batch: dict[str, Any]) -> Any:
+    out = torch.empty_like(batch["x"])
+    _driver_fill(out, 1)
+    return batch["x"] + out.view(torch.int32).float()
+
+
+def _driver_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Past torch's dispatcher, as libraries do it."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    places = ctypes.c_uint64(target.data_ptr()), ctypes.c_uint64(source.data_ptr())
+    assert ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2(*places, ctypes.c_size_t(target.nbytes), stream) == 0
+
+
+def _driver_fill(target: torch.Tensor, value: int) -> None:
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    given = ctypes.c_uint64(target.data_ptr()), ctypes.c_ubyte(value), ctypes.c_size_t(target.nbytes)
+    assert ctypes.CDLL("libcuda.so.1").cuMemsetD8Async(*given, stream) == 0
+
+
+@pytest.mark.parametrize("body", [copied_rightly, filled_rightly], ids=lambda body: body.__name__)
+def test_copies_and_fills_of_correct_bodies_agree(body: Body) -> None:
+    report = guard(captured(body), nodes=True)
+    assert report.ok, str(report)
+    assert not any("memcpy" in text or "memset" in text for text in report.unseen), str(report)
+
+
+@pytest.mark.parametrize("body", [copied, filled], ids=lambda body: body.__name__)
+def test_what_a_sample_froze_in_a_copy_or_a_fill_is_found(body: Body) -> None:
+    """No op and no kernel shows it."""
+    report = guard(captured(body, options=RunnerOptions(guard="off")), nodes=True)
+    assert len(report.findings) == 2, str(report)
+    assert ("memcpy" if body is copied else "memset") in str(report)
 
 
 def _of(count: int) -> Extent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import struct
 from itertools import count
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from phonograph import EmulatedDevice, Extent, RunnerOptions, Stage, current
 from phonograph.devices.base import DeviceGraph
-from phonograph.devices.cuda_nodes import words_of
+from phonograph.devices.cuda_nodes import _CopyParams, _FillParams, _Reader, words_of
 from phonograph.devices.nodes import Node, NodeList, Unsteady, joined, node_difference, nodes_of, steady
 from phonograph.graphs.trust import guard as guarding
 from phonograph.graphs.trust.guard import guard
@@ -169,3 +170,101 @@ def test_every_byte_of_a_parameter_counts(parameter: bytes) -> None:
         return
     sizes = [min(4, len(parameter) - at) for at, _ in found]
     assert b"".join(n.to_bytes(size, "little") for (_, n), size in zip(found, sizes, strict=True)) == parameter
+
+
+# -- copies, fills and what can't be read -------------------------------------------------------------------------
+
+
+class Driver:
+    """A driver whose graph has these nodes: kind, and the fields of its parameters or the status of asking for them."""
+
+    def __init__(self, *nodes: tuple[int, dict[str, int] | int]) -> None:
+        self._nodes = nodes
+
+    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:  # noqa: N802 - the driver's name
+        kind._obj.value = self._nodes[node.value - 1][0]
+        return 0
+
+    def _params(self, node: Any, params: Any) -> int:
+        found = self._nodes[node.value - 1][1]
+        if isinstance(found, int):
+            return found
+        for name, value in found.items():
+            setattr(params._obj, name, value)
+        return 0
+
+    cuGraphMemcpyNodeGetParams = cuGraphMemsetNodeGetParams = _params  # noqa: N815
+
+    def read(self, own: list[tuple[int, int]] = OWN) -> NodeList:
+        reader = _Reader(self, own)
+        nodes = tuple(reader.node(at + 1) for at in range(len(self._nodes)))
+        return NodeList(nodes, tuple(reader.unseen))
+
+
+COPY = {"source_type": 2, "source_device": 0x7E00_0000_0000, "target_type": 2, "width": 64, "height": 1, "depth": 1}
+MEMCPY, MEMSET, HOST, CHILD, EMPTY, ALLOC = 1, 2, 3, 4, 5, 10
+
+
+def test_the_parameters_are_laid_out_as_the_driver_has_them() -> None:
+    assert ctypes.sizeof(_CopyParams) == 200
+    assert ctypes.sizeof(_FillParams) == 40
+    offsets = {
+        name: getattr(_CopyParams, name).offset for name in ("source_type", "source_device", "target_x", "width")
+    }
+    assert offsets == {"source_type": 32, "source_device": 48, "target_x": 88, "width": 176}
+
+
+@pytest.mark.parametrize(
+    "changed", [{"source_device": 0x7E00_0000_0100}, {"width": 32}, {"source_x": 8}, {"height": 2}]
+)
+def test_a_copy_is_compared_by_addresses_and_sizes(changed: dict[str, int]) -> None:
+    one, same, other = (Driver((MEMCPY, fields)).read() for fields in (COPY, dict(COPY), COPY | changed))
+    assert one.unseen == ()
+    assert node_difference(one, same) == ""
+    assert "node 0 (memcpy )" in node_difference(one, other)
+
+
+def test_memory_of_the_graphs_own_is_known_by_its_offset_in_copies_and_fills() -> None:
+    """Every capture has it elsewhere."""
+    fill = {"value": 1, "item_bytes": 1, "width": 64, "height": 1}
+    found = []
+    for start in (OWN[0][0], 3 << 41):
+        nodes = (MEMCPY, COPY | {"target_device": start + 512}), (MEMSET, fill | {"target": start})
+        found.append(Driver(*nodes).read([(start, 2 << 20)]))
+    assert node_difference(*found) == ""
+    assert dict(found[0].nodes[0].arguments)["target"] == "own memory of 2,097,152 bytes + 512"
+
+
+def test_what_a_copy_does_not_use_is_no_difference() -> None:
+    """Pitches of one row, and addresses of other kinds of memory: nobody sets them."""
+    host = COPY | {"source_type": 1, "source_host": 0x5500_0000_0000, "source_device": 7, "source_pitch": 99}
+    one, other = (Driver((MEMCPY, fields)).read() for fields in (host, host | {"source_device": 8, "source_pitch": 1}))
+    assert node_difference(one, other) == ""
+    moved = Driver((MEMCPY, host | {"source_host": 0x5500_0000_1000})).read()
+    assert "source: gets" in node_difference(one, moved)
+
+
+@pytest.mark.parametrize("changed", [{"value": 7}, {"width": 32}, {"target": 0x7E00_0000_0000}])
+def test_a_fill_is_compared_by_address_size_and_value(changed: dict[str, int]) -> None:
+    fill = {"target": 0x7E00_0000_0100, "value": 1, "item_bytes": 1, "width": 64, "height": 1}
+    one, noise, other = (Driver((MEMSET, f)).read() for f in (fill, fill | {"value": 0xFF01}, fill | changed))
+    assert node_difference(one, noise) == "", "bytes beyond the size of an item"
+    assert "node 0 (memset )" in node_difference(one, other)
+
+
+def test_nodes_whose_parameters_are_not_known_are_listed_as_unseen() -> None:
+    found = Driver((HOST, 0), (CHILD, 0), (ALLOC, 0), (EMPTY, 0), (MEMCPY, 1), (MEMCPY, COPY)).read()
+    assert found.unseen == (
+        "functions of the host", "graphs in graphs", "nodes of kind 10", "the parameters of a memcpy",
+    )  # fmt: skip
+    assert [node.kind for node in found.nodes] == ["host", "graph", "kind 10", "empty", "memcpy", "memcpy"]
+    assert found.nodes[-1].arguments
+
+
+def test_a_driver_without_the_question_leaves_the_rest_to_be_read() -> None:
+    class Old(Driver):
+        cuGraphMemcpyNodeGetParams = None  # type: ignore[assignment]  # noqa: N815
+
+    found = Old((MEMCPY, COPY), (MEMSET, {"item_bytes": 1})).read()
+    assert found.unseen == ("the parameters of a memcpy",)
+    assert found.nodes[1].arguments
