@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 import struct
 from itertools import count
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phonograph import EmulatedDevice, Extent, RunnerOptions, Stage, current
+from phonograph import EmulatedDevice, Extent, RunnerOptions, Stage, current, graph_break
 from phonograph.devices.base import DeviceGraph
 from phonograph.devices.cuda_nodes import _CopyParams, _FillParams, _Reader, words_of
 from phonograph.devices.nodes import Node, NodeList, Unsteady, joined, node_difference, nodes_of, steady
@@ -23,6 +24,11 @@ from phonograph.graphs.trust.guard import guard
 from runners import WIDTH, make_runner
 
 OWN = [(0x7F00_0000_0000, 2 << 20), (0x7F10_0000_0000, 20 << 20)]
+
+
+def told_apart(one: NodeList, other: NodeList) -> str:
+    found = node_difference(one, other)
+    return found.problem if found is not None else ""
 
 
 def kernel(*arguments: Any, name: str = "gemm") -> NodeList:
@@ -41,19 +47,19 @@ def test_what_is_another_in_every_capture_is_no_difference() -> None:
     one, other = steady(kernel(8, 17), kernel(8, 99)), kernel(8, 5)
     assert one.nodes[0].arguments == (("byte 0", 8), ("byte 1", Unsteady.ARGUMENT))
     assert one.unseen == ("numbers that differ from capture to capture in gemm (1×)",)
-    assert node_difference(one, other) == node_difference(other, one) == ""
+    assert told_apart(one, other) == told_apart(other, one) == ""
 
 
 def test_what_each_sample_gives_again_is_a_difference() -> None:
     one, other = steady(kernel(8, 17), kernel(8, 18)), steady(kernel(4, 3), kernel(4, 1))
-    assert "byte 0: gets 8 with one sample and 4 with another" in node_difference(one, other)
+    assert "byte 0: gets 8 with one sample and 4 with another" in told_apart(one, other)
 
 
 def test_nodes_that_come_and_go_are_told_and_not_compared() -> None:
     found = steady(kernel(1), kernel(1, name="other"))
     assert not found.is_read
     assert "nodes unseen: two captures of one sample differ: node 0 (kernel gemm) is kernel other" in found.unseen[0]
-    assert node_difference(found, kernel(2)) == ""
+    assert told_apart(found, kernel(2)) == ""
 
 
 def test_nodes_that_could_not_be_read_are_not_compared() -> None:
@@ -64,15 +70,15 @@ def test_nodes_that_could_not_be_read_are_not_compared() -> None:
 
     unread = joined([kernel(1), nodes_of(Silent())])
     assert not unread.is_read
-    assert node_difference(unread, joined([kernel(1)])) == node_difference(kernel(1), unread) == ""
+    assert told_apart(unread, joined([kernel(1)])) == told_apart(kernel(1), unread) == ""
     assert steady(unread, kernel(1)) == steady(kernel(1), unread) == unread
 
 
 def test_a_node_that_moves_over_a_gap_is_a_difference() -> None:
     one, other = kernel(1), kernel(2)
-    assert node_difference(joined([one, other]), joined([one, other])) == ""
+    assert told_apart(joined([one, other]), joined([one, other])) == ""
     both = NodeList(one.nodes + other.nodes)
-    assert node_difference(joined([one, other]), joined([both, NodeList(())]))
+    assert told_apart(joined([one, other]), joined([both, NodeList(())]))
 
 
 @pytest.mark.parametrize("noise", [lambda number: number, lambda number: number % 2], ids=["any", "in turn"])
@@ -96,6 +102,69 @@ def test_a_guard_looks_again_before_it_says_that_nodes_differ(noise: Any, monkey
         difference, _ = runs.node_difference(wrong.captured[0])
     assert difference is not None
     assert "gets 1.0 with one sample and 0.5 with another" in str(difference)
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_a_difference_in_nodes_names_the_line_that_recorded_them(backend: str) -> None:
+    """Also in the second of two graphs, and where only the other sample has the node."""
+    after_gap = graph_break(lambda x: x * 1.0)
+
+    def scaled(batch: dict[str, Any]) -> Any:
+        y = after_gap(batch["x"] + 1).relu()
+        return y.view(-1, WIDTH) * batch["scale"]  # wrong
+
+    def longer(batch: dict[str, Any]) -> Any:
+        y = after_gap(batch["x"] + 1) * 2
+        return y if batch["scale"] == 1 else y.relu()  # wrong
+
+    for body in (scaled, longer):
+        unguarded = RunnerOptions(guard="off")
+        runner = make_runner(body, EmulatedDevice(), sample=sample, sizes=(4,), options=unguarded, backend=backend)
+        runs = guarding._Runs(runner)
+        with torch.no_grad(), runs.restored():
+            difference, _ = runs.node_difference(runner.captured[0])
+        source, first = inspect.getsourcelines(body)
+        line = first + next(at for at, text in enumerate(source) if "# wrong" in text)
+        assert difference is not None
+        assert difference.frame is not None, str(difference)
+        # Where the nodes of one sample are all of the other's too, the last that both have is as near.
+        assert difference.frame.file == __file__
+        assert difference.frame.line in (line, line - (body is longer)), str(difference)
+        assert f"test_nodes.py:{difference.frame.line}, in {body.__name__}" in str(difference)
+
+
+def test_a_device_that_does_not_count_leaves_the_line_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarding, "node_counter", lambda device: None)
+    unguarded = RunnerOptions(guard="off")
+    wrong = make_runner(
+        lambda batch: batch["x"] * batch["scale"], EmulatedDevice(), sample=sample, sizes=(4,), options=unguarded
+    )
+    runs = guarding._Runs(wrong)
+    with torch.no_grad(), runs.restored():
+        difference, _ = runs.node_difference(wrong.captured[0])
+    assert difference is not None
+    assert difference.frame is None
+
+
+def test_where_there_is_no_memory_to_record_again_nodes_are_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("planted")
+
+    runner = make_runner(lambda batch: batch["x"] * 2, EmulatedDevice(), sample=sample, sizes=(4,))
+    monkeypatch.setattr(guarding._Runs, "_recorded", full)
+    report = guard(runner, nodes=True)
+    assert report.ok
+    assert report.unseen == ("the nodes of decode[seqs=4]: there is no memory to record it again",)
+
+
+def test_what_a_compiler_made_of_the_body_is_listed_as_unseen() -> None:
+    device, steps = EmulatedDevice(), list[tuple[str, int, int]]()
+    runner = make_runner(lambda batch: batch["x"] * 2, device, sample=sample, sizes=(4,), backend="tc_piecewise")
+    report = guard(runner, nodes=True, progress=lambda *step: steps.append(step))
+    assert runner.captured
+    assert report.ok, str(report)
+    assert "what tc_piecewise made of the body" in report.unseen[-1]
+    assert steps[-1] == ("guarding decode", 1, 1)
 
 
 def test_no_garbage_is_collected_while_graphs_are_recorded() -> None:
@@ -220,8 +289,8 @@ def test_the_parameters_are_laid_out_as_the_driver_has_them() -> None:
 def test_a_copy_is_compared_by_addresses_and_sizes(changed: dict[str, int]) -> None:
     one, same, other = (Driver((MEMCPY, fields)).read() for fields in (COPY, dict(COPY), COPY | changed))
     assert one.unseen == ()
-    assert node_difference(one, same) == ""
-    assert "node 0 (memcpy )" in node_difference(one, other)
+    assert told_apart(one, same) == ""
+    assert "node 0 (memcpy )" in told_apart(one, other)
 
 
 def test_memory_of_the_graphs_own_is_known_by_its_offset_in_copies_and_fills() -> None:
@@ -231,7 +300,7 @@ def test_memory_of_the_graphs_own_is_known_by_its_offset_in_copies_and_fills() -
     for start in (OWN[0][0], 3 << 41):
         nodes = (MEMCPY, COPY | {"target_device": start + 512}), (MEMSET, fill | {"target": start})
         found.append(Driver(*nodes).read([(start, 2 << 20)]))
-    assert node_difference(*found) == ""
+    assert told_apart(*found) == ""
     assert dict(found[0].nodes[0].arguments)["target"] == "own memory of 2,097,152 bytes + 512"
 
 
@@ -239,17 +308,17 @@ def test_what_a_copy_does_not_use_is_no_difference() -> None:
     """Pitches of one row, and addresses of other kinds of memory: nobody sets them."""
     host = COPY | {"source_type": 1, "source_host": 0x5500_0000_0000, "source_device": 7, "source_pitch": 99}
     one, other = (Driver((MEMCPY, fields)).read() for fields in (host, host | {"source_device": 8, "source_pitch": 1}))
-    assert node_difference(one, other) == ""
+    assert told_apart(one, other) == ""
     moved = Driver((MEMCPY, host | {"source_host": 0x5500_0000_1000})).read()
-    assert "source: gets" in node_difference(one, moved)
+    assert "source: gets" in told_apart(one, moved)
 
 
 @pytest.mark.parametrize("changed", [{"value": 7}, {"width": 32}, {"target": 0x7E00_0000_0000}])
 def test_a_fill_is_compared_by_address_size_and_value(changed: dict[str, int]) -> None:
     fill = {"target": 0x7E00_0000_0100, "value": 1, "item_bytes": 1, "width": 64, "height": 1}
     one, noise, other = (Driver((MEMSET, f)).read() for f in (fill, fill | {"value": 0xFF01}, fill | changed))
-    assert node_difference(one, noise) == "", "bytes beyond the size of an item"
-    assert "node 0 (memset )" in node_difference(one, other)
+    assert told_apart(one, noise) == "", "bytes beyond the size of an item"
+    assert "node 0 (memset )" in told_apart(one, other)
 
 
 def test_nodes_whose_parameters_are_not_known_are_listed_as_unseen() -> None:

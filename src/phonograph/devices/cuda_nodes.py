@@ -6,8 +6,8 @@ address in memory of the graph's own pool becomes the offset there, since every 
 of anything else must be the same in every capture: inputs, weights, the generator's seed and offset, workspaces of
 libraries.
 
-Of copies and fills: addresses, sizes and the value. Functions of the host, graphs in graphs, and nodes of kinds that are
-not known here are listed as unseen.
+Of copies and fills: addresses, sizes and the value. Functions of the host, graphs in graphs, and nodes of kinds that
+are not known here are listed as unseen.
 """
 
 from __future__ import annotations
@@ -205,3 +205,14 @@ def read_nodes(graph: int, own: Sequence[Segment]) -> NodeList:
     reader.call("cuGraphGetNodes", ctypes.c_void_p(graph), handles, ctypes.byref(count))
     nodes = tuple(reader.node(handle) for handle in handles if handle is not None)
     return NodeList(nodes, tuple(f"{what} ({times}×)" for what, times in reader.unseen.items()))
+
+
+def num_captured(stream: int) -> int:
+    """The nodes that a stream's capture has so far; 0 where nothing is captured, or the driver does not tell."""
+    driver: Any = ctypes.CDLL("libcuda.so.1")
+    ask = getattr(driver, "cuStreamGetCaptureInfo_v2", None)
+    status, number, graph, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_size_t()
+    given = (ctypes.byref(one) for one in (status, number, graph))
+    if ask is None or ask(ctypes.c_void_p(stream), *given, None, None) != 0 or not graph.value:
+        return 0
+    return count.value if driver.cuGraphGetNodes(graph, None, ctypes.byref(count)) == 0 else 0

@@ -107,6 +107,10 @@ class OpTrace:
     find_names: Callable[[], Mapping[int, str]] | None = None
     """Called at the end of the run, before its effects are undone: by storage, the user's name for it."""
     names: Mapping[int, str] = field(default_factory=dict)
+    num_nodes: Callable[[], int] | None = None
+    """Counts the nodes of the recording that is made while the trace follows."""
+    _places: list[int] = field(default_factory=list)
+    """For each op, how many nodes were there before it."""
     _numbers: dict[int, int] = field(default_factory=dict)
     _made: list[StorageWeakRef] = field(default_factory=list)
     """A freed storage's address is not reused while a weak reference to it is held."""
@@ -129,6 +133,7 @@ class OpTrace:
         # Before it runs: in place, it may change the form of its argument.
         named = zip(argument_names(func), args, strict=False)
         noted = tuple((name, self.note(value)) for name, value in (*named, *kwargs.items()))
+        place = self._place()
         self._inside += 1
         try:
             result = func(*args, **kwargs)
@@ -137,8 +142,20 @@ class OpTrace:
         self.made(result)
         code, line = _calling_line()
         results = tuple(self.note(one) for one in tensors_in(result))
-        self.ops.append(TracedOp(op_name(func), code, line, noted, results))
+        self._add(TracedOp(op_name(func), code, line, noted, results), place)
         return result
+
+    def _place(self) -> int:
+        return self.num_nodes() if self.num_nodes is not None else 0
+
+    def _add(self, op: TracedOp, place: int) -> None:
+        self.ops.append(op)
+        self._places.append(place)
+
+    def op_before(self, node: int) -> TracedOp | None:
+        """The nearest op with a line, of those that began before a node was recorded: mostly the one that did it."""
+        began = [(place, at) for at, place in enumerate(self._places) if place <= node and self.ops[at].frame]
+        return self.ops[max(began)[1]] if began else None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -155,14 +172,14 @@ class OpTrace:
         code, line = _calling_line()
         results = tuple(self.note(one) for one in tensors_in(result))
         noted = tuple((at, self.note(value)) for at, value in arguments.items())
-        self.ops.append(TracedOp(f"gap {name}", code, line, noted, results))
+        self._add(TracedOp(f"gap {name}", code, line, noted, results), self._place())
 
     def add_launch(self, name: str, grid: Sequence[int], arguments: Mapping[str, object]) -> None:
         """Note a kernel that torch does not dispatch, by a launcher that knows its arguments' names."""
         if not self._paused:
             code, line = _calling_line(4)  # behind the launcher and the hook
             noted = tuple((at, self._placed(self.note(value))) for at, value in arguments.items())
-            self.ops.append(TracedOp(f"kernel {name}", code, line, (("grid", tuple(grid)), *noted), ()))
+            self._add(TracedOp(f"kernel {name}", code, line, (("grid", tuple(grid)), *noted), ()), self._place())
 
     def made(self, result: object) -> None:
         """Number memory that is first seen in a result: the pass allocated it."""
