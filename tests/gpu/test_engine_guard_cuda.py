@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from phonograph.cli.main import main
+from phonograph.engine.execution.startup_verification import guard_recordings
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.process.arguments import EngineArguments
 from phonograph.graphs.planning.settings import Asked, ask
+from phonograph.graphs.progress import silent
 from phonograph.graphs.trust.guard import guard
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -34,3 +38,28 @@ def test_the_guard_refuses_nothing_of_the_engine(shape: str) -> None:
             found = guard(runner, sizes="ends", nodes=True)
         assert found.ok, f"{name}: {found}"
         assert not any("nodes unseen" in text for text in found.unseen), f"{name}: {found}"
+
+
+def test_a_start_that_checks_everything_finds_nothing_either() -> None:
+    """Every size by ops at capture, every recording by nodes after it; opening raises on a finding."""
+    llm = EngineArguments(None, "tiny", "cuda", EngineOptions(verify="all", **SIZES["tiny"])).open()
+    for name, runner in llm.executor.runners.items():
+        assert runner.options.guarded == "all"
+        assert runner.captured, name
+        assert runner.report is not None
+        assert not runner.report.findings, str(runner.report)
+    found = guard_recordings(llm.executor, "all", silent)
+    assert set(found) == set(llm.executor.runners)
+    assert all(report.ok for report in found.values()), "\n".join(map(str, found.values()))
+
+
+def test_the_command_and_the_trace_show_what_nodes_hide(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--shape", "tiny", "--device", "cuda", "--max-seqs", "2", "--max-step-tokens", "8", "--max-len", "64"]
+    assert main(["verify", *flags]) == 0
+    shown = capsys.readouterr().out
+    for name in ("decode", "prefill", "idle"):
+        assert re.search(rf"^{name}: guard: \d+ shapes run on several samples, 0 that differ or fail$", shown, re.M)
+    assert main(["explain", "--trace", "decode", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "decode: guard: 3 shapes run on several samples, 0 that differ or fail" in shown
+    assert "kernel " in shown

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from phonograph import Extent, Runner, RunnerOptions, open_device
-from phonograph.devices.nodes import joined, keeping_nodes, nodes_of
+from phonograph import Extent, Runner, RunnerOptions, graph_break, open_device
+from phonograph.devices.nodes import joined, keeping_nodes, node_counter, nodes_of
 from phonograph.graphs.trust.guard import _Runs, guard
 from runners import WIDTH, make_runner, rows
 
@@ -112,7 +114,61 @@ def test_what_a_sample_froze_is_in_the_nodes(body: Body) -> None:
     with torch.no_grad(), runs.restored():
         difference, unseen = runs.node_difference(bad.captured[0])
     assert difference is not None, unseen
+    assert difference.frame is not None, str(difference)
+    assert difference.frame.file == __file__
     assert not guard(bad, nodes=True).ok
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable"])
+def test_a_difference_in_nodes_names_the_line_that_recorded_them(backend: str) -> None:
+    after_gap = graph_break(lambda x: x * 1.0)
+
+    def body(batch: dict[str, Any]) -> Any:
+        y = after_gap(batch["x"] + 1).relu().view(-1, WIDTH)
+        y = by_triton(y @ weight(), ones(), 2.0).softmax(-1)
+        y = y * batch["scale"]  # wrong
+        return y.exp()
+
+    bad = captured(body, options=RunnerOptions(guard="off"), backend=backend)
+    runs = _Runs(bad)
+    with torch.no_grad(), runs.restored():
+        difference, unseen = runs.node_difference(bad.captured[0])
+    source, first = inspect.getsourcelines(body)
+    line = first + next(at for at, text in enumerate(source) if "# wrong" in text)
+    assert difference is not None, unseen
+    assert difference.frame is not None, str(difference)
+    assert (difference.frame.file, difference.frame.line) == (__file__, line), str(difference)
+
+
+def test_nodes_are_counted_while_they_are_recorded() -> None:
+    device, x = open_device("cuda"), torch.ones(8, device="cuda")
+    (x + 1).relu()
+    num_nodes = node_counter(device)
+    assert num_nodes is not None
+    counts = []
+    with keeping_nodes(device), device.recorder(device.new_pool()) as recorder:
+        for _ in range(2):
+            recorder.begin()
+            counts.append(num_nodes())
+            kept = x + 1
+            counts.append(num_nodes())
+            kept = kept.relu()
+            counts.append(num_nodes())
+            recorder.end().release()
+    assert [count - counts[0] for count in counts] == [0, 1, 2, 3, 4, 5], "with a mark between the graphs"
+    assert num_nodes() == 0
+    assert kept.shape == (8,)
+
+
+@pytest.mark.parametrize("body", [scaled_by_triton, own_mask], ids=lambda body: body.__name__)
+def test_what_a_users_launch_froze_is_refused_at_capture(body: Body) -> None:
+    """By its parameter's name and the line of the launch: the guard of ops, without nodes."""
+    runner = captured(body)
+    assert not runner.captured
+    assert runner.report is not None
+    told = str(runner.report.failures[0].error)
+    assert f"kernel scale_kernel({'scale' if body is scaled_by_triton else 'mask_ptr'}=)" in told
+    assert "test_nodes_cuda.py:" in told
 
 
 def test_addresses_of_a_graphs_own_memory_are_known_as_such() -> None:
@@ -130,6 +186,65 @@ def test_addresses_of_a_graphs_own_memory_are_known_as_such() -> None:
     assert found.unseen == ()
     assert kept.shape == (8 * WIDTH,)
     graph.release()
+
+
+@functools.cache
+def tables() -> list[torch.Tensor]:
+    return [torch.randn(8, WIDTH, device="cuda") for _ in range(2)]
+
+
+def copied(batch: dict[str, Any]) -> Any:
+    """A copy of contiguous memory, which the driver makes without a kernel."""
+    out = torch.empty_like(batch["x"])
+    _driver_copy(out, tables()[batch["scale"] != 0.5])
+    return out + batch["x"]
+
+
+def copied_rightly(batch: dict[str, Any]) -> Any:
+    out = torch.empty_like(batch["x"])
+    _driver_copy(out, tables()[0])
+    return out + batch["x"]
+
+
+def filled(batch: dict[str, Any]) -> Any:
+    out = torch.empty_like(batch["x"])
+    _driver_fill(out, 1 if batch["scale"] == 0.5 else 2)
+    return batch["x"] + out.view(torch.int32).float()
+
+
+def filled_rightly(batch: dict[str, Any]) -> Any:
+    out = torch.empty_like(batch["x"])
+    _driver_fill(out, 1)
+    return batch["x"] + out.view(torch.int32).float()
+
+
+def _driver_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Past torch's dispatcher, as libraries do it."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    places = ctypes.c_uint64(target.data_ptr()), ctypes.c_uint64(source.data_ptr())
+    assert ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2(*places, ctypes.c_size_t(target.nbytes), stream) == 0
+
+
+def _driver_fill(target: torch.Tensor, value: int) -> None:
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    given = ctypes.c_uint64(target.data_ptr()), ctypes.c_ubyte(value), ctypes.c_size_t(target.nbytes)
+    assert ctypes.CDLL("libcuda.so.1").cuMemsetD8Async(*given, stream) == 0
+
+
+@pytest.mark.parametrize("body", [copied_rightly, filled_rightly], ids=lambda body: body.__name__)
+def test_copies_and_fills_of_correct_bodies_agree(body: Body) -> None:
+    report = guard(captured(body), nodes=True)
+    assert report.ok, str(report)
+    assert not any("memcpy" in text or "memset" in text for text in report.unseen), str(report)
+
+
+@pytest.mark.parametrize("body", [copied, filled], ids=lambda body: body.__name__)
+def test_what_a_sample_froze_in_a_copy_or_a_fill_is_found(body: Body) -> None:
+    """No op and no kernel shows it."""
+    report = guard(captured(body, options=RunnerOptions(guard="off")), nodes=True)
+    assert len(report.findings) == 2, str(report)
+    assert ("memcpy" if body is copied else "memset") in str(report)
+    assert "test_nodes_cuda.py:" in str(report)
 
 
 def _of(count: int) -> Extent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -10,7 +11,12 @@ import torch
 
 from phonograph import current
 from phonograph.cli.main import main
-from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
+from phonograph.engine.execution.startup_verification import (
+    guard_recordings,
+    refuse_failures,
+    refuse_findings,
+    verify_recordings,
+)
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.decoder import Decoder
 from phonograph.engine.models.interface import Hidden
@@ -19,6 +25,7 @@ from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.process.statistics import engine_stats
 from phonograph.errors import PlanError, VerifyError
 from phonograph.graphs.phases.context import Stage
+from phonograph.graphs.planning.settings import Asked, ask
 from phonograph.graphs.progress import silent
 
 pytestmark = pytest.mark.slow
@@ -154,3 +161,76 @@ def test_the_command_without_checks_is_refused(capsys: pytest.CaptureFixture[str
 def test_the_command_fails_where_nothing_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--device", "cpu", *FLAGS]) == 1
     assert "nothing is recorded" in capsys.readouterr().err
+
+
+# -- the guard ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drifting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step of two rows, between the largest and the smallest, takes a number that is another in every run."""
+    hidden, numbers = Decoder.hidden, itertools.count()
+
+    def drift(self: Any, inputs: Any, queries: Any, *rest: Any, **named: Any) -> Hidden:
+        if current().phase == "decode" and len(queries.rows) == 2:
+            torch.zeros(1).fill_(next(numbers))
+        return hidden(self, inputs, queries, *rest, **named)
+
+    monkeypatch.setattr(Decoder, "hidden", drift)
+
+
+@pytest.mark.parametrize(("mode", "is_recorded"), [("fast", True), ("off", True), ("all", False)])
+def test_a_start_guards_the_ends_and_with_verify_all_every_size(mode: Any, is_recorded: bool, drifting: None) -> None:
+    llm = tiny(mode)
+    assert bool(llm.executor.runners["decode"].captured) == is_recorded
+    assert llm.executor.runners["prefill"].captured
+    told = [str(found) for report in llm.reports for found in report.findings]
+    assert bool(told) != is_recorded
+    assert all("aten.fill_.Scalar(value=) gets" in text and "test_startup_verification.py:" in text for text in told)
+
+
+def test_what_capture_has_not_looked_at_is_guarded_where_all_is_checked(drifting: None) -> None:
+    llm = tiny("off")
+    assert guard_recordings(llm.executor, "fast", silent) == {}
+    found = guard_recordings(llm.executor, "all", silent)
+    assert set(found) == {"decode", "prefill", "idle"}
+    assert {finding.key.size for finding in found["decode"].findings} == {2}
+    assert found["prefill"].ok
+    with pytest.raises(VerifyError, match=r"does not start.*--decode-graph-backend disabled.*--graph-guard report"):
+        refuse_findings(found, "refuse")
+
+
+def test_findings_that_are_only_to_be_reported_are_logged(drifting: None, caplog: pytest.LogCaptureFixture) -> None:
+    llm = tiny("off")
+    refuse_findings(guard_recordings(llm.executor, "all", silent), "report")
+    assert "recorded all the same: decode: guard: " in caplog.text
+
+
+def test_nothing_is_looked_at_twice_or_where_the_guard_is_off() -> None:
+    """Nodes of the emulated device are ops, and capture has compared these."""
+    assert guard_recordings(tiny("all").executor, "all", silent) == {}
+    unguarded = Asked((ask("guard", "off", origin="a test"),))
+    llm = EngineArguments(None, "tiny", "emulated", EngineOptions(verify="off", **SMALL), unguarded).open()
+    assert guard_recordings(llm.executor, "all", silent) == {}
+
+
+def test_the_command_shows_what_the_guard_finds_and_fails(capsys: pytest.CaptureFixture[str], drifting: None) -> None:
+    flags = ["--shape", "tiny", "--max-seqs", "4", "--max-step-tokens", "8", "--max-len", "64", "--device", "emulated"]
+    assert main(["verify", *flags]) == 1
+    shown = capsys.readouterr().out
+    assert re.search(r"^decode: guard: \d+ shapes run on several samples, 3 that differ or fail$", shown, re.M)
+    assert "decode[seqs=2]: aten.fill_.Scalar(value=) gets" in shown
+    assert re.search(r"^prefill: guard: \d+ shapes run on several samples, 0 that differ or fail$", shown, re.M)
+    assert " 0 failed, in " in shown
+    assert main(["verify", "--verify", "fast", *flags]) == 0
+    assert "guard:" not in capsys.readouterr().out
+
+
+def test_a_trace_shows_findings_and_what_is_not_seen(capsys: pytest.CaptureFixture[str], drifting: None) -> None:
+    assert main(["explain", "--trace", "decode", "--device", "emulated", *FLAGS]) == 0
+    shown = capsys.readouterr().out
+    assert "decode: found at capture: decode[seqs=2]: aten.fill_.Scalar(value=) gets" in shown
+    assert main(["explain", "--trace", "prefill", "--device", "emulated", *FLAGS]) == 0
+    assert re.search(
+        r"^prefill: guard: \d+ shapes run on several samples, 0 that differ or fail$", capsys.readouterr().out, re.M
+    )

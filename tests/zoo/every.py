@@ -13,6 +13,7 @@ import zoo.gaps
 import zoo.host_reads
 import zoo.host_values
 import zoo.kept_values
+import zoo.launches
 import zoo.modes
 import zoo.on_gpu
 import zoo.padding

@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         const="all",
         metavar="PHASE",
         help="load and record the model, and show the ops of a phase, or of all: for each its line, arguments and what "
-        "it reads, in the smallest recording of every product",
+        "it reads, in the smallest recording of every product; and what the guard finds in these, and can't see",
     )
 
 
@@ -90,10 +90,12 @@ def _not_there_yet(arguments: EngineArguments) -> list[str]:
 
 
 def _traces(arguments: EngineArguments, phase: str) -> str:
-    """The ops of the smallest recording of every product."""
+    """The ops of the smallest recording of every product, and what the guard finds in these and can't see."""
+    import torch
+
     from phonograph.graphs.planning.kinds import unknown
     from phonograph.graphs.progress import silent
-    from phonograph.graphs.trust.guard import traced
+    from phonograph.graphs.trust.guard import guard, traced
 
     options = arguments.options
     phases = phases_of(passes_for(embeddings=options.embeddings, speculates=options.speculates))
@@ -102,10 +104,16 @@ def _traces(arguments: EngineArguments, phase: str) -> str:
         raise unknown("phase", phase, ("all", *names), "--trace")
     llm = arguments.open(silent)
     lines: list[str] = [str(covered) for covered in llm.executor.coverage.values()]
+    nodes = llm.device.torch_device.type != "cpu"
     for name, runner in llm.executor.runners.items():
         if phase in ("all", name):
             smallest = {key.group: key for key in sorted(runner.captured, key=lambda key: -key.size)}
             lines += [str(traced(runner, key)) for key in smallest.values()]
-            if not smallest:
+            found = runner.report.findings if runner.report is not None else ()
+            lines += [f"{name}: found at capture: {one}" for one in found]
+            if smallest:
+                with torch.inference_mode():
+                    lines.append(f"{name}: {guard(runner, keys=tuple(smallest.values()), nodes=nodes)}")
+            else:
                 lines.append(f"{name}: nothing is recorded, so there is no trace")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from phonograph.engine.llm import LLM
     from phonograph.engine.process.arguments import EngineArguments
 
-HELP = "record a model, and check every recording against eager"
+HELP = "record a model, and check every recording against eager and for values of its sample"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a table of all recordings; 1 where a check failed, or there was nothing to check."""
-    from phonograph.engine.execution.startup_verification import verify_recordings
+    from phonograph.engine.execution.startup_verification import guard_recordings, verify_recordings
 
     if args.verify == "off":
         raise PlanError("verifying with --verify off checks nothing. Leave it out, or use fast or all.")
@@ -43,16 +43,19 @@ def run(args: argparse.Namespace) -> int:
     if not found:
         print(f"phonograph: nothing is recorded on {llm.where}. Use --device emulated, or a GPU.", file=sys.stderr)
         return 1
+    guarded = guard_recordings(llm.executor, args.verify, progress)
     captured = sum(report.seconds for report in llm.reports)
     for name, report in found.items():
         print(f"{name}: {report.summary} ({report.seconds:.2f} s)\n{report.table()}")
         print("\n".join([*str(report).splitlines()[1:], ""]))
+    print("".join(f"{name}: {report}\n" for name, report in guarded.items()), end="")
     missing = list(_missing(llm))
     print("".join(f"{line}\n" for line in missing), end="")
     num_failed = sum(len(report.failures) for report in found.values())
     num_checks, seconds = sum(len(one.checks) for one in found.values()), sum(one.seconds for one in found.values())
     print(f"{num_checks} checks, {num_failed} failed, in {seconds:.2f} s; capture took {captured:.2f} s")
-    return 0 if all(report.ok for report in found.values()) and not missing else 1
+    is_ok = all(report.ok for report in found.values()) and all(report.ok for report in guarded.values())
+    return 0 if is_ok and not missing else 1
 
 
 def _missing(llm: LLM) -> Iterator[str]:

@@ -15,7 +15,7 @@ import torch
 
 from phonograph.devices.base import Capabilities, DeviceGraph, Hardware, MemoryFigures, MemoryPool, Recorder
 from phonograph.devices.capturing import said_to_capture
-from phonograph.devices.cuda_nodes import read_nodes
+from phonograph.devices.cuda_nodes import num_captured, read_nodes
 from phonograph.devices.emulated import NoGraph
 from phonograph.devices.nodes import NodeList
 from phonograph.devices.trace import forget_modes, refusing
@@ -138,6 +138,11 @@ class _CudaRecorder:
         self._keeps_nodes = keeps_nodes
         self._graph: torch.cuda.CUDAGraph | None = None
         self._forked: list[torch.cuda.Stream] = []
+        self._num_ended = 0
+
+    def num_nodes(self) -> int:
+        """Of all graphs so far, with one more after each that has ended; for a recording that keeps them."""
+        return self._num_ended + (num_captured(self._stream.cuda_stream) if self._graph is not None else 0)
 
     def begin(self) -> None:
         if self._graph is not None:
@@ -149,10 +154,12 @@ class _CudaRecorder:
             side.wait_stream(self._stream)
 
     def end(self) -> DeviceGraph:
+        num_nodes = self.num_nodes() + 1 if self._keeps_nodes else 0
         graph, self._graph = self._graph, None
         if graph is None:
             raise DeviceError("ending a graph that was not begun. Call begin() first.")
         try:
+            self._num_ended = num_nodes
             self._forked = _capturing_streams(self._stream)
             for side in self._forked:
                 self._stream.wait_stream(side)
@@ -281,6 +288,7 @@ class CudaDevice:
         if index is not None and index >= count:
             raise DeviceError(f"opening cuda:{index}: torch finds {count} GPUs. Use an index below {count}.")
         self._keeps_nodes = False
+        self._recorder: _CudaRecorder | None = None
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
     @cached_property
@@ -314,11 +322,16 @@ class CudaDevice:
                 "Make it with this device's new_pool()."
             )
         with self._on_capture_stream():
-            recorder = _CudaRecorder(pool, self._stream, keeps_nodes=self._keeps_nodes)
+            recorder = self._recorder = _CudaRecorder(pool, self._stream, keeps_nodes=self._keeps_nodes)
             try:
                 yield recorder
             finally:
                 recorder.abort()
+                self._recorder = None
+
+    def num_nodes(self) -> int:
+        """The nodes of the recording that is made now, in `keeping_nodes`."""
+        return self._recorder.num_nodes() if self._recorder is not None else 0
 
     @contextmanager
     def rehearsal(self, *, named: bool = True) -> Iterator[Recorder]:

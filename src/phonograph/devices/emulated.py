@@ -223,6 +223,10 @@ class _EmulatedRecorder:
         self._tape: _Tape | None = None
         self._modes = ExitStack()
         self._random_state = torch.get_rng_state()
+        self._num_ended = 0
+
+    def num_nodes(self) -> int:
+        return self._num_ended + (len(self._tape.ops) if self._tape is not None else 0)
 
     def begin(self) -> None:
         if self._tape is not None:
@@ -236,6 +240,7 @@ class _EmulatedRecorder:
 
     def end(self) -> DeviceGraph:
         tape = self._close()
+        self._num_ended += len(tape.ops) + 1
         self._pool.tapes.append(tape)
         with torch.inference_mode():
             for tensor in tape.made.values():
@@ -325,6 +330,7 @@ class EmulatedDevice:
     def __init__(self, *, poison: bool = False) -> None:
         self._poison = poison
         self._pools: WeakSet[EmulatedPool] = WeakSet()
+        self._recorder: _EmulatedRecorder | None = None
 
     def new_pool(self) -> EmulatedPool:
         pool = EmulatedPool(poison=self._poison)
@@ -338,11 +344,16 @@ class EmulatedDevice:
                 f"recording on the emulated device: the memory pool is {type(pool).__name__}, expected EmulatedPool. "
                 "Make it with this device's new_pool()."
             )
-        recorder = _EmulatedRecorder(pool)
+        recorder = self._recorder = _EmulatedRecorder(pool)
         try:
             yield recorder
         finally:
             recorder.abort()
+            self._recorder = None
+
+    def num_nodes(self) -> int:
+        """The ops of the recording that is made now."""
+        return self._recorder.num_nodes() if self._recorder is not None else 0
 
     @contextmanager
     def rehearsal(self, *, named: bool = True) -> Iterator[Recorder]:

@@ -11,7 +11,7 @@ same bytes (`steady`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -63,6 +63,20 @@ class NodeDevice(Protocol):
     def keeping_nodes(self) -> AbstractContextManager[None]: ...
 
 
+@runtime_checkable
+class NodeCounter(Protocol):
+    """A device that tells how many nodes a recording has while it is made."""
+
+    def num_nodes(self) -> int:
+        """The nodes of the recording that is made now, as `joined` counts them; 0 where that is not known."""
+        ...
+
+
+def node_counter(device: Device) -> Callable[[], int] | None:
+    """Counts the nodes of the recording that is made on a device; None where the device does not tell."""
+    return device.num_nodes if isinstance(device, NodeCounter) else None
+
+
 def keeping_nodes(device: Device) -> AbstractContextManager[None]:
     """Inside, graphs are recorded so that their nodes can be read, where the device can do that."""
     return device.keeping_nodes() if isinstance(device, NodeDevice) else nullcontext()
@@ -94,8 +108,8 @@ def steady(one: NodeList, again: NodeList) -> NodeList:
     if not one.is_read or not again.is_read:
         return one if not one.is_read else again
     apart = _structure_difference(one, again)
-    if apart:
-        return _unread(f"two captures of one sample differ: {apart}")
+    if apart is not None:
+        return _unread(f"two captures of one sample differ: {apart.problem}")
     unsteady: Counter[str] = Counter()
     nodes = []
     for ours, theirs in zip(one.nodes, again.nodes, strict=True):
@@ -107,34 +121,45 @@ def steady(one: NodeList, again: NodeList) -> NodeList:
     return NodeList(tuple(nodes), (*one.unseen, *told))
 
 
-def node_difference(one: NodeList, other: NodeList) -> str:
-    """How two captures of one shape differ, in words; empty where they don't, or where that can't be known."""
+@dataclass(frozen=True)
+class NodeDifference:
+    """The first node in which two captures of one shape differ."""
+
+    index: int
+    problem: str
+
+
+def node_difference(one: NodeList, other: NodeList) -> NodeDifference | None:
+    """How two captures of one shape differ; None where they don't, or where that can't be known."""
     if not one.is_read or not other.is_read:
-        return ""
+        return None
     return _structure_difference(one, other) or _argument_difference(one, other)
 
 
-def _structure_difference(one: NodeList, other: NodeList) -> str:
+def _structure_difference(one: NodeList, other: NodeList) -> NodeDifference | None:
     for index, (ours, theirs) in enumerate(zip(one.nodes, other.nodes, strict=False)):
-        where = f"node {index} ({ours.kind} {ours.name})"
+        problem = ""
         if (ours.kind, ours.name) != (theirs.kind, theirs.name):
-            return f"{where} is {theirs.kind} {theirs.name} with another sample"
-        if ours.launch != theirs.launch:
-            return f"{where} is launched with {ours.launch} for one sample and {theirs.launch} for another"
-        if len(ours.arguments) != len(theirs.arguments):
-            return f"{where} has {len(ours.arguments)} arguments for one sample, {len(theirs.arguments)} for another"
+            problem = f"is {theirs.kind} {theirs.name} with another sample"
+        elif ours.launch != theirs.launch:
+            problem = f"is launched with {ours.launch} for one sample and {theirs.launch} for another"
+        elif len(ours.arguments) != len(theirs.arguments):
+            problem = f"has {len(ours.arguments)} arguments for one sample, {len(theirs.arguments)} for another"
+        if problem:
+            return NodeDifference(index, f"node {index} ({ours.kind} {ours.name}) {problem}")
     if len(one.nodes) != len(other.nodes):
-        return f"one sample gives {len(one.nodes)} nodes, another {len(other.nodes)}"
-    return ""
+        told = f"one sample gives {len(one.nodes)} nodes, another {len(other.nodes)}"
+        return NodeDifference(min(len(one.nodes), len(other.nodes)), told)
+    return None
 
 
-def _argument_difference(one: NodeList, other: NodeList) -> str:
+def _argument_difference(one: NodeList, other: NodeList) -> NodeDifference | None:
     for index, (ours, theirs) in enumerate(zip(one.nodes, other.nodes, strict=True)):
         for (name, value), (_, found) in zip(ours.arguments, theirs.arguments, strict=True):
             if not _same(value, found):
                 where = f"node {index} ({ours.kind} {ours.name}), {name}"
-                return f"{where}: gets {value} with one sample and {found} with another"
-    return ""
+                return NodeDifference(index, f"{where}: gets {value} with one sample and {found} with another")
+    return None
 
 
 def _same(one: Any, other: Any) -> bool:

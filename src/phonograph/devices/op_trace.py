@@ -7,6 +7,7 @@ reused.
 
 from __future__ import annotations
 
+import numbers
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +21,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from phonograph.devices.launches import following_launches
-from phonograph.devices.trace import is_users, tensors_in, watching_ops
+from phonograph.devices.trace import OpWatch, is_users, tensors_in, uncompiled
 from phonograph.errors import Frame
 
 _OWN_DIR = str(Path(__file__).parent.parent) + os.sep
 _LAYER_DIRS = (_OWN_DIR + "devices" + os.sep, _OWN_DIR + "graphs" + os.sep)
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (bool, int, float, complex, str, *_TORCHS, numbers.Number)
 _NO_MEMORY = -1
+_LOWEST_ADDRESS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,17 @@ class Opaque:
 
     def __str__(self) -> str:
         return f"<{self.kind.__name__}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A number among a kernel's arguments that is an address in memory which the trace has met."""
+
+    memory: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"<memory {self.memory} + {self.offset:,}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,37 +107,59 @@ class OpTrace:
     find_names: Callable[[], Mapping[int, str]] | None = None
     """Called at the end of the run, before its effects are undone: by storage, the user's name for it."""
     names: Mapping[int, str] = field(default_factory=dict)
+    num_nodes: Callable[[], int] | None = None
+    """Counts the nodes of the recording that is made while the trace follows."""
+    _places: list[int] = field(default_factory=list)
+    """For each op, how many nodes were there before it."""
     _numbers: dict[int, int] = field(default_factory=dict)
     _made: list[StorageWeakRef] = field(default_factory=list)
     """A freed storage's address is not reused while a weak reference to it is held."""
+    _inside: int = 0
+    """Whether an op runs now, whose launches are noted too."""
     _paused: int = 0
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Inside, every op is noted."""
-        noted: list[tuple[Any, ...]] = []
-
-        def before(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            if not self._paused:
-                # An op that works in place may change the form of its argument.
-                named = zip(argument_names(func), args, strict=False)
-                noted.append(tuple((name, self.note(value)) for name, value in (*named, *kwargs.items())))
-
-        def after(func: Any, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
-            if not self._paused:
-                self.made(result)
-                code, line = _calling_line()
-                results = tuple(self.note(one) for one in tensors_in(result))
-                self.ops.append(TracedOp(op_name(func), code, line, noted.pop(), results))
-
-        with following_launches(self.add_launch), watching_ops(before, after):
+        """Inside, every op is noted, and every launch that torch does not dispatch."""
+        with following_launches(self.add_launch, around_tuning=self.paused), uncompiled(), OpWatch(self._run):
             yield
         if self.find_names is not None:
             self.names = self.find_names()
 
+    def _run(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        """Run an op, and note it."""
+        if self._paused:
+            return func(*args, **kwargs)
+        # Before it runs: in place, it may change the form of its argument.
+        named = zip(argument_names(func), args, strict=False)
+        noted = tuple((name, self.note(value)) for name, value in (*named, *kwargs.items()))
+        place = self._place()
+        self._inside += 1
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._inside -= 1
+        self.made(result)
+        code, line = _calling_line()
+        results = tuple(self.note(one) for one in tensors_in(result))
+        self._add(TracedOp(op_name(func), code, line, noted, results), place)
+        return result
+
+    def _place(self) -> int:
+        return self.num_nodes() if self.num_nodes is not None else 0
+
+    def _add(self, op: TracedOp, place: int) -> None:
+        self.ops.append(op)
+        self._places.append(place)
+
+    def op_before(self, node: int) -> TracedOp | None:
+        """The nearest op with a line, of those that began before a node was recorded: mostly the one that did it."""
+        began = [(place, at) for at, place in enumerate(self._places) if place <= node and self.ops[at].frame]
+        return self.ops[max(began)[1]] if began else None
+
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing is recorded: a gap, whose ops are in no graph."""
+        """Inside, nothing is recorded: a gap, or a measurement of candidates, whose ops are in no graph."""
         self._paused += 1
         try:
             yield
@@ -136,14 +172,14 @@ class OpTrace:
         code, line = _calling_line()
         results = tuple(self.note(one) for one in tensors_in(result))
         noted = tuple((at, self.note(value)) for at, value in arguments.items())
-        self.ops.append(TracedOp(f"gap {name}", code, line, noted, results))
+        self._add(TracedOp(f"gap {name}", code, line, noted, results), self._place())
 
     def add_launch(self, name: str, grid: Sequence[int], arguments: Mapping[str, object]) -> None:
         """Note a kernel that torch does not dispatch, by a launcher that knows its arguments' names."""
         if not self._paused:
-            code, line = _calling_line(3)
-            noted = tuple((at, self.note(value)) for at, value in arguments.items())
-            self.ops.append(TracedOp(f"kernel {name}", code, line, (("grid", tuple(grid)), *noted), ()))
+            code, line = _calling_line(4)  # behind the launcher and the hook
+            noted = tuple((at, self._placed(self.note(value))) for at, value in arguments.items())
+            self._add(TracedOp(f"kernel {name}", code, line, (("grid", tuple(grid)), *noted), ()), self._place())
 
     def made(self, result: object) -> None:
         """Number memory that is first seen in a result: the pass allocated it."""
@@ -170,18 +206,30 @@ class OpTrace:
         if storage is None:
             return TensorNote(_NO_MEMORY, tuple(tensor.shape), tensor.dtype, ())
         number = self._numbers.get(storage._cdata)
-        if number is None:
+        if number is None and self._inside:
+            number = _NO_MEMORY  # what an op makes for itself can't be told from what it reaches
+        elif number is None:
             number = self._numbers[storage._cdata] = len(self._numbers)
             self.outside[number] = Outside(storage, _number_in(tensor))
         form = (tensor.storage_offset(), *tensor.stride())
         return TensorNote(number, tuple(tensor.shape), tensor.dtype, form)
+
+    def _placed(self, note: Any) -> Any:
+        """A kernel may be passed an address as a number, which is another one in every run."""
+        if type(note) is not int or note < _LOWEST_ADDRESS:
+            return note
+        made = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in reversed(self._made))
+        for storage in (*made, *(outside.storage for outside in self.outside.values())):
+            if storage is not None and 0 <= note - storage.data_ptr() < storage.nbytes():
+                return Address(self._numbers[storage._cdata], note - storage.data_ptr())
+        return note
 
 
 def described(note: Any) -> str:
     """A note of an argument, in a few characters."""
     if isinstance(note, tuple):
         return f"[{', '.join(map(described, note))}]"
-    return str(note) if isinstance(note, TensorNote | Opaque) else repr(note).removeprefix("torch.")
+    return str(note) if isinstance(note, TensorNote | Opaque | Address) else repr(note).removeprefix("torch.")
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -225,14 +273,15 @@ def argument_names(func: Any) -> tuple[str, ...]:
 
 
 def _calling_line(depth: int = 2) -> tuple[CodeType | None, int]:
-    """The innermost line that is neither torch's nor the graph layer's; an engine's own bodies have lines too."""
+    """The innermost line that is neither torch's, Triton's nor the graph layer's; an engine's bodies have lines too."""
     frame = sys._getframe(depth)
     while frame is not None:
         file = frame.f_code.co_filename
         skipped = _skipped_files.get(file)
         if skipped is None:
             is_engines = file.startswith(_OWN_DIR) and not file.startswith(_LAYER_DIRS)
-            skipped = _skipped_files[file] = not (is_users(file) or is_engines)
+            is_tritons = frame.f_globals.get("__name__", "").startswith("triton.")
+            skipped = _skipped_files[file] = is_tritons or not (is_users(file) or is_engines)
         if not skipped:
             return frame.f_code, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]

@@ -27,7 +27,12 @@ from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
 from phonograph.engine.execution.speculation import choose_drafter, costs_for, passes_with
-from phonograph.engine.execution.startup_verification import refuse_failures, verify_recordings
+from phonograph.engine.execution.startup_verification import (
+    guard_recordings,
+    refuse_failures,
+    refuse_findings,
+    verify_recordings,
+)
 from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
 from phonograph.engine.models.interface import Model, ModelParts, Noted
 from phonograph.engine.models.value_range import value_range
@@ -151,7 +156,9 @@ class LLM:
             self.limits,
             passes=passes,
             options=RunnerOptions(
-                eager_copies=options.eager_copies, facts="off" if options.verify == "off" else "verify"
+                eager_copies=options.eager_copies,
+                facts="off" if options.verify == "off" else "verify",
+                guarded="all" if options.verify == "all" else "ends",
             ),
             shadow=shadowing,
         )
@@ -161,6 +168,7 @@ class LLM:
         self.verified = verify_recordings(self.executor, options.verify, self.reports, progress)
         """What was checked before the first request, by phase."""
         refuse_failures(self.verified)
+        refuse_findings(guard_recordings(self.executor, options.verify, progress), self.plan.guard)
         self.prefix_sharing = prefix_sharing(options.prefix_cache, self.executor.step_tables.prompt_state)
         self.core = self._new_core(options)
         self._numbers = itertools.count()

@@ -67,12 +67,12 @@ class Executor:
         limits: Limits,
         *,
         passes: Sequence[PassDeclaration] = PASSES,
-        options: RunnerOptions = RunnerOptions(facts="verify"),
+        options: RunnerOptions = RunnerOptions(facts="verify", guarded="ends"),
         largest_only: bool = False,
         shadow: Shadowing | None = None,
     ) -> None:
-        """Of the `options`, `eager_copies` and `facts` are used; the plan has the others. With `largest_only`, only the
-        largest recording of each kind is made, to measure the memory they take."""
+        """Of the `options`, `eager_copies`, `facts` and `guarded` are used; the plan has the others. With
+        `largest_only`, only the largest recording of each kind is made, to measure the memory they take."""
         self._declared = tuple(passes)
         self.device = device
         self.limits = limits
@@ -255,7 +255,7 @@ def _planned(options: RunnerOptions, plan: Plan, *, is_trial: bool) -> RunnerOpt
         strict=plan.graphs == "strict",
         eager_copies=options.eager_copies,
         guard="off" if is_trial else plan.guard,
-        guarded="ends",
+        guarded=options.guarded,
         facts="off" if is_trial else options.facts,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 
@@ -10,9 +11,13 @@ import torch
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.options import VerifyMode
 from phonograph.errors import VerifyError
+from phonograph.graphs.planning.kinds import GuardMode
 from phonograph.graphs.progress import Progress
 from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.trust.guard import GuardReport, guard
 from phonograph.graphs.trust.verify import VerifyReport, verify, verify_some
+
+log = logging.getLogger("phonograph")
 
 _SHARE = 0.045
 """Share of the capture time that `fast` may spend; what it looks at in any case may take more."""
@@ -41,6 +46,36 @@ def verify_recordings(
             progress(f"verifying {name}", index + 1, len(recorded))
         runner.verified = found[name].verified
     return found
+
+
+@torch.inference_mode()
+def guard_recordings(executor: Executor, mode: VerifyMode, progress: Progress) -> dict[str, GuardReport]:
+    """What recordings would freeze, by phase, as far as capture has not looked: other sizes, and nodes.
+
+    Only where everything is checked. Nodes of the emulated device are the ops, which need no second look.
+    """
+    nodes, found = executor.device.torch_device.type != "cpu", dict[str, GuardReport]()
+    for name, runner in executor.runners.items() if mode == "all" else ():
+        is_left = nodes or runner.options.guarded != "all"
+        if runner.captured and runner.options.guard != "off" and is_left:
+            found[name] = guard(runner, nodes=nodes, progress=progress)
+    return found
+
+
+def refuse_findings(found: Mapping[str, GuardReport], mode: GuardMode) -> None:
+    """Raise where a recording holds a value of its sample, or say so where that is all that was asked for."""
+    failed = {name: report for name, report in found.items() if not report.ok}
+    reports = "\n".join(f"{name}: {report}" for name, report in failed.items())
+    if failed and mode == "report":
+        log.warning("recorded all the same: %s", reports)
+    elif failed:
+        name = next(iter(failed))
+        raise VerifyError(
+            f"guarding the recordings before the first request: those of {', '.join(failed)} depend on the sample that "
+            "they were made with, or could not be looked at, so the engine does not start. Run that phase without "
+            f"graphs (--{name}-graph-backend disabled), or start it as it is (--graph-guard report) and expect wrong "
+            f"tokens.\n{reports}"
+        )
 
 
 def refuse_failures(found: Mapping[str, VerifyReport]) -> None:

@@ -13,11 +13,21 @@ from typing import Any
 import torch
 
 from phonograph.devices import MemoryPool
-from phonograph.devices.nodes import NodeList, joined, keeping_nodes, node_difference, nodes_of, steady
+from phonograph.devices.nodes import (
+    NodeDifference,
+    NodeList,
+    joined,
+    keeping_nodes,
+    node_counter,
+    node_difference,
+    nodes_of,
+    steady,
+)
 from phonograph.devices.op_trace import OpTrace
 from phonograph.errors import VerifyError
 from phonograph.graphs.phases.context import Current, Stage, entering
 from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.backends import BACKENDS, Backend, Recording, WarmUp
 from phonograph.graphs.recording.frozen_values import Difference
 from phonograph.graphs.recording.garbage import gc_frozen
@@ -72,13 +82,18 @@ class GuardReport:
 
 
 def guard(
-    runner: Runner, *, sizes: GuardedSizes = "all", keys: Sequence[ShapeKey] | None = None, nodes: bool = False
+    runner: Runner,
+    *,
+    sizes: GuardedSizes = "all",
+    keys: Sequence[ShapeKey] | None = None,
+    nodes: bool = False,
+    progress: Progress = silent,
 ) -> GuardReport:
     """Run every recorded shape of a runner on different samples, and compare ops, scalars and memory.
 
     Of all products the shapes of the given sizes, or just the given keys. With `nodes`, each is also recorded twice,
-    into memory of its own, and the graphs are compared node by node, as far as the device tells them. What the body
-    writes is put back.
+    into memory of its own, and the graphs are compared node by node, as far as the device tells them: of
+    `tc_piecewise`, those of the body as it is written. What the body writes is put back.
     """
     asked = guarded(keys if keys is not None else runner.captured, sizes)
     runs = _Runs(runner)
@@ -94,7 +109,10 @@ def guard(
                 failures[key] = f"{key}: {type(error).__name__}: {error}"
 
     def compare_nodes(key: ShapeKey) -> None:
-        difference, not_read = runs.node_difference(key)
+        try:
+            difference, not_read = runs.node_difference(key)
+        except torch.OutOfMemoryError:
+            difference, not_read = None, (f"the nodes of {key}: there is no memory to record it again",)
         unseen.update(dict.fromkeys(not_read))
         if difference is not None:
             looking.findings.append(Finding(key, difference))
@@ -104,9 +122,13 @@ def guard(
     with torch.no_grad(), gc_frozen(collect=not nodes), busy, runs.restored():
         looking.look(asked, GuardOptions(), attempt, trims=trims)
         known = {finding.key for finding in looking.findings}
-        for key in asked if nodes else ():
+        for index, key in enumerate(asked if nodes else ()):
+            progress(f"guarding {runner.phase.name}", index, len(asked))
             if key not in known:
                 attempt(key, compare_nodes)
+        progress(f"guarding {runner.phase.name}", len(asked), len(asked))
+    if nodes and asked and not runner.backend.records_body:
+        unseen[f"what {runner.plan.backend} made of the body: the nodes are those of the body as it is written"] = None
     return GuardReport(tuple(asked), tuple(looking.findings), tuple(failures.values()), tuple(unseen))
 
 
@@ -182,24 +204,42 @@ class _Runs:
         drawn = [drawn_for(self.runner.phase, key, seed) for seed in (0, 1)]
         recordings: list[Recording] = []
 
-        def nodes(sample: int) -> NodeList:
-            recordings.append(self._recorded(key, drawn[sample]))
+        def nodes(sample: int, trace: OpTrace | None = None) -> NodeList:
+            recordings.append(self._recorded(key, drawn[sample], trace))
             return joined([nodes_of(graph) for graph in recordings[-1].graphs])
 
         try:
             one, other = nodes(0), nodes(1)
             found = node_difference(one, other)
-            if found:
+            if found is not None:
                 # In the other order: what merely alternates from capture to capture is no difference either.
                 other, one = steady(other, nodes(1)), steady(one, nodes(0))
                 found = node_difference(one, other)
             unseen = tuple(dict.fromkeys((*one.unseen, *other.unseen)))
-            return (Difference("", None, found) if found else None), unseen
+            return (self._located(found, (one, other), nodes) if found is not None else None), unseen
         finally:
             for recording in recordings:
                 recording.release()
+            self.runner.device.free_unused()  # memory of its own, which no other recording takes
 
-    def _recorded(self, key: ShapeKey, drawn: Drawn) -> Recording:
+    def _located(
+        self, found: NodeDifference, lists: tuple[NodeList, NodeList], nodes: Callable[[int, OpTrace], NodeList]
+    ) -> Difference:
+        """A difference with the op that recorded the node, or the nearest before it; records the shape once more."""
+        unknown = Difference("", None, found.problem)
+        trace, sample = OpTrace(num_nodes=node_counter(self.runner.device)), int(found.index >= len(lists[0].nodes))
+        if trace.num_nodes is None:
+            return unknown
+        try:
+            again = nodes(sample, trace).nodes[found.index]
+        except Exception:  # no memory, or less than before: then without a line
+            return unknown
+        node, op = lists[sample].nodes[found.index], trace.op_before(found.index)
+        if op is None or (node.kind, node.name) != (again.kind, again.name):
+            return unknown
+        return Difference(op.name, op.frame, f"{found.problem}, recorded by {op.name} or after it")
+
+    def _recorded(self, key: ShapeKey, drawn: Drawn, trace: OpTrace | None) -> Recording:
         """A recording from a sample, in memory of its own: what it overlays is nobody else's."""
         device = self.runner.device
         backend = self._new_backend(device.new_pool())
@@ -211,7 +251,8 @@ class _Runs:
                 # parameters by accident.
                 backend.warm_up(key, body, WarmUp.REHEARSAL)
             self._plan(now.batch, drawn)  # a plan is for one run
-            with entering(now):
+            current = now if trace is None else following(trace, now)
+            with entering(current), trace.following() if trace is not None else nullcontext():
                 return backend.capture(key, body)
 
     @contextmanager

@@ -107,7 +107,7 @@ def _unchanged() -> Iterator[None]:
 def _perturbed(seed: int, scale: int) -> Iterator[None]:
     """Inside, every op gets floating-point inputs that are changed by a share of a rounding, or a few of them."""
     changes = _Changes(seed, scale)
-    with uncompiled(), following_launches(changes.add_launch, of_triton=True), OpWatch(changes.run):
+    with uncompiled(), following_launches(changes.add_launch), OpWatch(changes.run):
         yield
 
 

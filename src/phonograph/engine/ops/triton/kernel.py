@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from phonograph.devices.launches import followers
+from phonograph.devices.launches import followers, forwarding
 from phonograph.errors import DeclarationError
 
 _ALIGNED = 16
@@ -48,7 +48,8 @@ class Kernel:
         for follow in followers:
             follow(self._function.__name__, grid, self._named(args, constants))
         if not self._is_quick:
-            self._function[grid](*args, **constants)
+            with forwarding():
+                self._function[grid](*args, **constants)
             return
         tensors, numbers = args[: self._num_tensors], args[self._num_tensors :]
         addresses, device = tuple(map(_address, tensors)), tensors[0].get_device()
@@ -56,7 +57,8 @@ class Kernel:
         key = device, odd, numbers, tuple(map(_dtype, tensors)), tuple(constants.values())
         found = self._found.get(key)
         if found is None:
-            self._remember(key, self._function[grid](*args, **constants), args, constants)
+            with forwarding():
+                self._remember(key, self._function[grid](*args, **constants), args, constants)
             return
         run, get_stream, function, metadata, named, _ = found
         x, y, z = (*grid, 1, 1)[:3]
