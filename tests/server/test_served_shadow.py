@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ ENGINE = (
 
 PLANTED = """
 import os, sys
-if any("core_loop" in one for one in sys.orig_argv):
+if any("core_loop" in one or one == "--replay" for one in sys.orig_argv):
     from phonograph.engine.execution.executor import Executor
     capture = Executor.capture
 
@@ -68,6 +70,8 @@ class Planted:
     when: Path
     folder: Path
     """For reproducers."""
+    environment: Mapping[str, str]
+    """In which other commands have the fault too."""
 
     def spoil(self) -> None:
         self.when.touch()
@@ -84,7 +88,7 @@ def planted(tmp_path: Path, model: Path, *flags: str) -> Iterator[Planted]:
         patch.setenv("PLANTED_WHEN", str(when))
         checked = ("--shadow-verify", "1.0", "--shadow-dir", str(folder))
         with serving("--model", str(model), *ENGINE, "--port", "0", *checked, *flags) as server:
-            yield Planted(server, when, folder)
+            yield Planted(server, when, folder, dict(os.environ))
 
 
 def asked(n: int, **further: Any) -> dict[str, Any]:
@@ -143,6 +147,31 @@ def test_nothing_wrong_is_sent_and_all_figures_are_right(tmp_path: Path, tiny_mo
         assert torch.load(kept, weights_only=True)["size"] == 2
     flags = ["verify", "--model", str(tiny_model), *ENGINE, "--replay", str(kept)]
     assert main(flags) == 0, "a fresh engine is right"
+
+
+@pytest.mark.parametrize("flags", [(), ("--log-prompts",)], ids=["without texts", "with texts"])
+def test_what_a_loaded_server_keeps_reproduces_where_the_fault_is(
+    tmp_path: Path, tiny_model: Path, flags: tuple[str, ...]
+) -> None:
+    bodies = [asked(1, prompt=[3 + number, 7, 11]) for number in range(8)]
+    with planted(tmp_path, tiny_model, *flags) as found:
+        server = found.server
+        wanted = [texts(server.post("/v1/completions", body)) for body in bodies]
+        with ThreadPoolExecutor(2) as threads:
+            under_way = [threads.submit(server.post, "/v1/completions", body) for body in bodies]
+            found.spoil()
+            assert [texts(one.result()) for one in under_way] == wanted
+            while not list(found.folder.glob("*.pt")):  # two at a time, until both decode together
+                assert [*threads.map(lambda body: texts(server.post("/v1/completions", body)), bodies)] == wanted
+        (kept,) = found.folder.iterdir()
+    assert bool(torch.load(kept, weights_only=True)["columns"]["last_token"].any()) == bool(flags)
+    command = [sys.executable, "-m", "phonograph", "verify", "--model", str(tiny_model), *ENGINE, "--replay", str(kept)]
+    again = subprocess.run(command, env=found.environment, capture_output=True, text=True, timeout=240, check=False)
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert f"{kept.name}: reproduced: {WRONG}: " in again.stdout
+    found.when.unlink()
+    right = subprocess.run(command, env=found.environment, capture_output=True, text=True, timeout=240, check=False)
+    assert right.returncode == 0, right.stdout + right.stderr
 
 
 def test_a_strict_server_says_that_it_is_degraded_and_fails_by_name(tmp_path: Path, tiny_model: Path) -> None:

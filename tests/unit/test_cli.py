@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 
 from phonograph import CheckpointError
 from phonograph.cli.flags import add_engine_flags, arguments_from
-from phonograph.cli.main import main
+from phonograph.cli.main import command_line, main
 from phonograph.engine.checkpoints import default_model, open_checkpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.execution.shadow import shadowing_for
 from phonograph.engine.models.registry import config_from_hf
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.precision import precision_for
@@ -119,6 +120,22 @@ def test_profiles_of_the_capture_are_written(
     assert {f"{phase}-{what}.json" for phase in ("decode", "prefill") for what in ("capture", "warm-up")} <= names
     assert "--enable-profile-cuda-graph is deprecated; use --graph-profile phonograph-profile" in caplog.text
     assert "phonograph-profile/decode-capture.json" in caplog.text
+
+
+@pytest.mark.parametrize("flags", [(), ("--log-prompts",)])
+def test_reproducers_have_token_ids_only_where_prompts_are_logged(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    checked = ["--shape", "tiny", "--shadow-verify", "0.5", "--shadow-dir", str(tmp_path)]
+    options = arguments_from(command_line().parse_args(["serve", *checked, *flags])).options
+    assert options.shadow_tokens == bool(flags)
+    shadowing = shadowing_for(options)
+    assert shadowing is not None
+    assert (shadowing.share, shadowing.folder, shadowing.with_tokens) == (0.5, tmp_path, bool(flags))
+
+
+def test_a_command_that_logs_no_prompts_keeps_no_token_ids() -> None:
+    checked = ["--shape", "tiny", "--shadow-verify", "0.5", "--shadow-dir", "kept"]
+    asked = command_line().parse_args(["generate", "--prompt", "One, two,", *checked])
+    assert not arguments_from(asked).options.shadow_tokens
 
 
 def test_explain_names_a_model_that_is_not_there(capsys: Capture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from phonograph import current
 from phonograph.cli.main import main
 from phonograph.engine.execution.startup_verification import (
+    _SHARE,
     guard_recordings,
     refuse_failures,
     refuse_findings,
@@ -69,6 +71,27 @@ def test_off_checks_nothing_and_all_checks_everything() -> None:
     for name, report in found.items():
         assert report.ok, report
         assert {check.key for check in report.checks} == set(llm.executor.runners[name].captured)
+
+
+def test_a_share_of_the_capture_bounds_what_is_looked_at_besides_what_must_be() -> None:
+    llm = EngineArguments(None, "tiny", "emulated", EngineOptions(verify="off", **SMALL | {"max_seqs": 16})).open()
+
+    def looked_at(capture_s: float) -> tuple[set[tuple[Any, ...]], float]:
+        each = capture_s / len(llm.reports)
+        reports = [replace(report, seconds=each) for report in llm.reports]
+        found = verify_recordings(llm.executor, "fast", reports, silent)
+        assert all(report.ok for report in found.values())
+        looks = {(check.key, check.used, check.name) for report in found.values() for check in report.checks}
+        return looks, sum(report.seconds for report in found.values())
+
+    assert _SHARE <= 0.045, "docs/trust.md says 4.5 %"
+    looked_at(0.0)
+    least, seconds = looked_at(0.0)
+    assert {key.values for key, _, _ in least} == {
+        key.values for name in ("decode", "prefill") for key in llm.executor.runners[name].captured
+    }
+    assert looked_at(seconds / 10 / _SHARE)[0] == least, "what must be looked at has taken all of it"
+    assert looked_at(1000 * seconds / _SHARE)[0] > least
 
 
 @pytest.mark.parametrize("mode", ["fast", "all"])

@@ -1,7 +1,7 @@
 """Dict versions: whether anything was stored in any of many dicts, in a few nanoseconds each.
 
-From 3.12 on CPython reports stores (`dict_watcher`). Before, each dict has a version tag, which torch's private guards
-can read. Where a self-test shows that a store goes unnoticed, versions are not used.
+From 3.12 on CPython reports stores (`dict_watcher`). Before, each dict has a version tag, which is read from memory
+(`dict_memory`) or by torch's private guards. Where a self-test shows that a store goes unseen, versions are not used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from phonograph.graphs.recording.dict_memory import unchanged_tags
 from phonograph.graphs.recording.dict_watcher import dict_watcher
 from phonograph.graphs.recording.lookup import class_dict
 
@@ -28,6 +29,9 @@ def unchanged_check(dicts: Sequence[dict[Any, Any]]) -> Callable[[], bool]:
     watcher = dict_watcher()
     if watcher is not None:
         return watcher.watch(tuple(dicts))
+    read = unchanged_tags(dicts, _version())
+    if read is not None:
+        return read
     if len(dicts) >= _MANY or _GUARDS_MODULE in sys.modules:
         found = _guarded(tuple(dicts))
         if found is not None:
@@ -44,9 +48,17 @@ def versions_of(dicts: Sequence[dict[Any, Any]]) -> list[int]:
     return [version(one) for one in dicts]
 
 
-def are_told() -> bool:
-    """Whether Python tells of stores, so that any number of dicts costs as little as one."""
-    return dict_watcher() is not None
+def are_cheap() -> bool:
+    """Whether a check of a few dicts costs less than a look at what is in them: Python tells of stores, or has tags
+    that are read from memory."""
+    return dict_watcher() is not None or _has_tags()
+
+
+def _has_tags() -> bool:
+    try:
+        return unchanged_tags([{}], _version()) is not None
+    except ImportError:
+        return False
 
 
 @functools.cache

@@ -53,7 +53,7 @@ _MAX_SLOW = 2
 """Nested containers that are checked every time; further ones take turns."""
 _OF_DICTS = (InDict, AllItems, HasKey, KeptEntries)
 _FEW = 80
-"""So many values in dicts are looked at one by one faster than by versions, unless Python tells of stores."""
+"""So many values in dicts are looked at one by one faster than by torch's guards."""
 _MAX_STRIKES = 2
 """After this many stores that changed no fact, a dict's facts are checked one by one."""
 
@@ -64,7 +64,7 @@ class FactCheck:
     def __init__(self, facts: Sequence[Fact], by_value: Iterable[int] = ()) -> None:
         self.facts = tuple(facts)
         in_dicts = sum(isinstance(fact.source, _OF_DICTS) for fact in self.facts)
-        are_many = in_dicts > (0 if dict_versions.are_told() else _FEW)
+        are_many = in_dicts > (0 if dict_versions.are_cheap() else _FEW)
         self.uses_versions = are_many and dict_versions.are_reliable()
         self._has_turns = in_dicts > _FEW and not self.uses_versions
         """Whether objects in dicts take turns too, so that a check stays cheap."""
@@ -214,7 +214,7 @@ def _turns(facts: Sequence[Fact]) -> Iterator[Callable[[], bool]]:
     num_turns = min(WINDOW, -(-len(facts) // _ALWAYS))
     for turn in range(num_turns):
         code = _Generated()
-        for fact in parameters[turn::num_turns] or parameters[turn % max(1, len(parameters)) :][:1]:
+        for fact in parameters[turn::num_turns] or parameters[turn % (len(parameters) or 1) :][:1]:
             code.add(fact)
         for fact in others[turn::num_turns]:
             code.add(fact)
