@@ -91,7 +91,11 @@ def stats(second: int = 0, **changes: object) -> EngineStats:
         prefix_lookup_tokens=2150 * second,
         prefix_hit_tokens=810 * second,
         speculation=SpeculationStats(
-            7 * second, 18 * second, 21 * second, (6 * second, 4 * second, second), {"cost": second}
+            7 * second,
+            18 * second,
+            (7 * second, 6 * second, 6 * second),
+            (6 * second, 4 * second, second),
+            {"cost": second},
         ),
         phases=(
             PhaseStats("decode", "full", "seqs", tuple(decode), (late,) if second else (), {"replay": 0.71 * second}),

@@ -107,12 +107,15 @@ class SpeculationStats(msgspec.Struct, frozen=True):
     """Acceptance of drafted tokens."""
 
     rounds: int
+    """Rounds of sequences for which tokens were drafted that could be accepted."""
     tokens: int
-    drafted: int
+    """Tokens that those brought, the target's own included."""
+    drafted: tuple[int, ...]
+    """By place in the round; a draft after the last token that its sequence may have is none."""
     accepted: tuple[int, ...]
     """By place in the round."""
     plain: dict[str, int]
-    """Rounds of rows for which nothing was drafted, by reason."""
+    """Steps in which a sequence decoded one token, by reason."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -79,8 +79,8 @@ def _add_speculation(old: SpeculationStats, new: SpeculationStats) -> Speculatio
     return SpeculationStats(
         old.rounds + new.rounds,
         old.tokens + new.tokens,
-        old.drafted + new.drafted,
-        tuple(before + now for before, now in zip(old.accepted, new.accepted, strict=True)),
+        tuple(map(sum, zip(old.drafted, new.drafted, strict=True))),
+        tuple(map(sum, zip(old.accepted, new.accepted, strict=True))),
         {reason: old.plain.get(reason, 0) + count for reason, count in new.plain.items()},
     )
 
