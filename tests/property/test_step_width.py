@@ -78,6 +78,12 @@ def test_costs_are_those_of_the_next_size() -> None:
     assert [costs.ratio(count) for count in (1, 2, 4, 5, 16, 17, 64, 99)] == [1.1, 1.3, 1.3, 2.0, 2.0, 3.5, 3.5, 3.5]
 
 
+def test_of_many_costs_some_are_told() -> None:
+    sizes = (1, 2, 4, 8, 12, 16, 24, 32, 40)
+    told = "1.00× at 1, 1.00× at 2, 1.00× at 4, 1.00× at 8, 1.00× at 16, 1.00× at 32, 1.00× at 40"
+    assert str(StepCosts(sizes, (1.0,) * len(sizes))) == told
+
+
 def test_rows_that_take_no_drafts() -> None:
     for policy in (WhereDrafted(LIMITS), WherePaid(LIMITS, StepCosts(SIZES, (1.0,) * 4))):
         assert policy.of(rows(3, speculate=False)) == 1

@@ -116,6 +116,30 @@ def test_metrics_and_status(server: Server, drafter: str) -> None:
     assert (told["plain"]["no_draft"] == 0) == (drafter != "ngram"), "a head drafts whatever came before"
 
 
+def test_the_screen_says_who_drafts(server: Server, tiny_server: Server, drafter: str) -> None:
+    line = f"drafts    {drafter}, 2 tokens a round; rounds run wherever a request allows drafts"
+    assert line in server.lines
+    assert not any(line.startswith("drafts") for line in tiny_server.lines)
+
+
+def test_the_status_page_s_figures(server: Server, tiny_server: Server, drafter: str) -> None:
+    server.post("/v1/completions", BODY)
+    counted(server)
+    status = server.get("/status.json").json()
+    told = {"drafter": drafter, "depth": 2, "when": "wherever a request allows drafts", "why": ""}
+    assert status["facts"]["speculation"] == told
+    found = status["speculation"]
+    assert 0 < found["times"]["round"]["passes"] <= found["steps"]["round"]
+    assert found["times"]["round"]["seconds"] > 0
+    names = ("steps", "passes", "device_seconds")
+    steps, passes, seconds = (metric(server, f"spec_decode_{name}") for name in names)
+    assert steps == sum(found["steps"].values())
+    assert passes == sum(time["passes"] for time in found["times"].values())
+    assert seconds == pytest.approx(sum(time["seconds"] for time in found["times"].values()))
+    plainly = tiny_server.get("/status.json").json()
+    assert (plainly["facts"]["speculation"], plainly["speculation"]) == (None, None)
+
+
 def test_what_can_t_be_is_refused(server: Server, tiny_server: Server) -> None:
     refused = tiny_server.post("/v1/completions", {**BODY, "speculate": True})
     assert refused.status_code == 400

@@ -418,3 +418,8 @@ def test_costs_are_measured_and_told() -> None:
     for params in EVERY:
         found = llm.generate(PROMPTS, params)
         assert [tuple(one.tokens) for one in found] == [plain(prompt, params).tokens for prompt in PROMPTS]
+    told = (
+        r"speculation: .* tokens a round over [\d,]+ rounds; accepted by position: [^;]+(; decoded plainly: "
+        r"[^;]+)?; \d+% of [\d,]+ steps were rounds; device time: [^;\n]+ ms a (round|plain step)\n"
+    )
+    assert re.search(told, llm.explain())

@@ -6,17 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Literal
 
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Sampled, ScheduledStep, Update
+from phonograph.engine.requests.step import Sampled, ScheduledStep, StepKind, Update, kind_of
 
 PLAIN_REASONS = ("grammar", "request", "cost", "no_draft", "last_token")
 """Why a row decodes plainly: its next step depends on its text, its request says so, drafts would not pay, there was
 none to verify, or the token was the row's last, after which nothing can be accepted."""
-StepKind = Literal["round", "plain"]
-"""Whether a step has places for drafts, or one token for each row that decodes."""
 
 
 @dataclass(frozen=True)
@@ -68,35 +65,28 @@ class SpeculationTally:
         """What the commit of a step brought."""
         if not step.decodes:
             return
-        is_round = step.tokens_per_row > 1
-        self._steps["round" if is_round else "plain"] += 1
+        kind = kind_of(step.tokens_per_row)
+        self._steps[kind] += 1
         # What was sampled of a step comes in the order of its decodes, then of its prompts.
         drafted = repeat(self._depth) if sampled.drafted is None else sampled.drafted
         brought = repeat(1) if sampled.counts is None else sampled.counts
         rows = dict(zip(step.decodes, zip(drafted, brought, strict=False), strict=False))
         for update in updates:
             if update[1] and update[0] in rows:
-                self._note(update, *rows[update[0]], is_round=is_round)
+                self._note(update, *rows[update[0]], kind=kind)
 
-    def _note(self, update: Update, said: int, brought: int, *, is_round: bool) -> None:
+    def _note(self, update: Update, said: int, brought: int, *, kind: StepKind) -> None:
         """`said` places of the round had a draft, and the device took `brought` tokens, past a stop token too."""
         sequence, tokens, _ = update
         depth = sequence.draft_depth(self._depth)
-        drafted = min(depth, said, acceptable(update, brought)) if is_round else 0
+        drafted = min(depth, said, acceptable(update, brought)) if kind == "round" else 0
         if not drafted:
-            self._plain[self._why(sequence, depth, said, is_round=is_round)] += 1
+            self._plain[_why(sequence, depth, said, kind)] += 1
             return
         accepted = len(tokens) - 1
         self._rounds[drafted, accepted] += 1
         sequence.num_drafted += drafted
         sequence.num_accepted += accepted
-
-    def _why(self, sequence: Sequence, depth: int, said: int, *, is_round: bool) -> str:
-        if not depth:
-            return "request" if sequence.constraint is None else "grammar"
-        if not is_round:
-            return "cost"
-        return "last_token" if said else "no_draft"
 
     @property
     def counts(self) -> SpeculationCounts:
@@ -110,6 +100,15 @@ class SpeculationTally:
             plain=dict(self._plain),
             steps=dict(self._steps),
         )
+
+
+def _why(sequence: Sequence, depth: int, said: int, kind: StepKind) -> str:
+    """One of the reasons above."""
+    if not depth:
+        return "request" if sequence.constraint is None else "grammar"
+    if kind == "plain":
+        return "cost"
+    return "last_token" if said else "no_draft"
 
 
 def acceptable(update: Update, brought: int) -> int:

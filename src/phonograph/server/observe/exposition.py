@@ -126,6 +126,14 @@ class Exposition:
         plain = [((reason,), count) for reason, count in found.plain.items()]
         text = "Steps in which a sequence decoded one token, by reason."
         yield self._counter("spec_decode_plain_rounds", text, ["reason"], plain)
+        steps = [((kind,), count) for kind, count in found.steps.items()]
+        text = "Steps with sequences that decode, by kind: rounds of drafts, or plain."
+        yield self._counter("spec_decode_steps", text, ["kind"], steps)
+        passes = [((kind,), time.passes) for kind, time in found.times.items()]
+        text = "Passes that were timed: such steps without prompts among them, by kind."
+        yield self._counter("spec_decode_passes", text, ["kind"], passes)
+        seconds = [((kind,), time.seconds) for kind, time in found.times.items()]
+        yield self._counter("spec_decode_device_seconds", "Device time of these passes.", ["kind"], seconds)
 
     def _graphs(self, phases: Iterable[PhaseStats]) -> Iterator[Metric]:
         each = [
