@@ -115,7 +115,6 @@ def stats(second: int = 0, **changes: object) -> EngineStats:
                 "request": 12 * second,
                 "cost": 700 * second,
                 "no_draft": 0,
-                "last_token": 25 * second,
             },
             steps={"round": 150 * second, "plain": 40 * second},
             times={

@@ -179,9 +179,7 @@ def test_every_round_has_drafts_and_they_are_counted_by_place(head: DraftHead) -
     counts = core.speculation.counts
     assert counts.plain["no_draft"] == 0
     assert found[0].num_drafted >= DEPTH, "lookup alone finds nothing here"
-    brought = sum(len(one.outputs) - 1 for one in found) - counts.plain["last_token"]
-    assert counts.tokens == brought == counts.rounds + sum(counts.accepted)
-    assert counts.drafted[0] == counts.rounds
+    assert counts.tokens == sum(len(one.outputs) - 1 for one in found) == counts.rounds + sum(counts.accepted)
     assert sum(counts.drafted) == sum(one.num_drafted for one in found)
 
 

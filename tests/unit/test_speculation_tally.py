@@ -50,6 +50,7 @@ def noted(sequence: Sequence, tokens: tuple[int, ...], drafted: int = DEPTH, *, 
         (6, (5,), (1, 1, 0), (0, 0, 0)),
         (7, (5, 5), (1, 0, 0), (1, 0, 0)),
         (7, (5,), (1, 0, 0), (0, 0, 0)),
+        (8, (5,), (0, 0, 0), (0, 0, 0)),  # a round all the same
     ],
 )
 def test_places_past_the_end_are_not_drafted(
@@ -78,7 +79,6 @@ def test_drafts_after_a_stop_token_are_none(tokens: tuple[int, ...], drafted: in
 @pytest.mark.parametrize(
     ("sequence", "drafted", "width", "reason"),
     [
-        (decoding(8), DEPTH, 4, "last_token"),
         (decoding(1), 0, 4, "no_draft"),
         (decoding(8), 0, 4, "no_draft"),
         (decoding(1), DEPTH, 1, "cost"),
@@ -161,7 +161,7 @@ def test_a_place_for_which_nothing_was_drafted_is_not_counted() -> None:
     again = (*range(3, 9), *tokens)
     Driver(core).run([((*again, *range(3, 9)), GREEDY), (again * 2, GREEDY)])
     found = core.speculation.counts
-    assert found.drafted[0] == found.rounds > 0, "what came before is drafted"
+    assert found.drafted[0] > found.drafted[2] > 0, "what came before is drafted, up to the ends"
 
 
 def test_drafts_are_counted_by_place_and_plain_rounds_by_reason() -> None:
@@ -173,7 +173,7 @@ def test_drafts_are_counted_by_place_and_plain_rounds_by_reason() -> None:
         core.step()
     found = core.speculation.counts
     assert (found.rounds, found.tokens, found.drafted, found.accepted) == (6, 24, (6, 6, 6), (6, 6, 6))
-    assert found.plain == {"grammar": 3, "request": 4, "cost": 0, "no_draft": 0, "last_token": 0}
+    assert found.plain == {"grammar": 3, "request": 4, "cost": 0, "no_draft": 0}
     assert found.steps == {"round": 6, "plain": 7}
     assert found.tokens_per_round == 4.0
     assert str(found).startswith("4.00 tokens a round over 6 rounds; accepted by position: 100%, 100%, 100%; decoded")

@@ -115,7 +115,7 @@ class SpeculationStats(msgspec.Struct, frozen=True):
     """Acceptance of drafted tokens."""
 
     rounds: int
-    """Rounds of sequences for which tokens were drafted that could be accepted."""
+    """Rounds of sequences for which tokens were drafted."""
     tokens: int
     """Tokens that those brought, the target's own included."""
     drafted: tuple[int, ...]

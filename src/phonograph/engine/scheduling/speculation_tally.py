@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from itertools import repeat
 
 from phonograph.engine.requests.request import FinishReason
-from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import Sampled, ScheduledStep, StepKind, Update, kind_of
 
-PLAIN_REASONS = ("grammar", "request", "cost", "no_draft", "last_token")
-"""Why a row decodes plainly: its next step depends on its text, its request says so, drafts would not pay, there was
-none to verify, or the token was the row's last, after which nothing can be accepted."""
+PLAIN_REASONS = ("grammar", "request", "cost", "no_draft")
+"""Why a row decodes plainly: its next step depends on its text, its request says so, drafts would not pay, or there was
+none to verify."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class SpeculationCounts:
     """Of rows that decoded in rounds, so far."""
 
     rounds: int = 0
-    """Rounds of rows for which something was drafted that could be accepted, and that brought a token at least."""
+    """Rounds of rows for which something was drafted, and that brought a token at least."""
     tokens: int = 0
     """Tokens that those brought, the one that the target adds to the accepted ones included."""
     drafted: tuple[int, ...] = ()
@@ -79,11 +78,12 @@ class SpeculationTally:
         """`said` places of the round had a draft, and the device took `brought` tokens, past a stop token too."""
         sequence, tokens, _ = update
         depth = sequence.draft_depth(self._depth)
-        drafted = min(depth, said, acceptable(update, brought)) if kind == "round" else 0
-        if not drafted:
-            self._plain[_why(sequence, depth, said, kind)] += 1
+        verified = min(depth, said) if kind == "round" else 0
+        if not verified:
+            by_row = "request" if sequence.constraint is None else "grammar"
+            self._plain[by_row if not depth else "cost" if kind == "plain" else "no_draft"] += 1
             return
-        accepted = len(tokens) - 1
+        drafted, accepted = min(verified, acceptable(update, brought)), len(tokens) - 1
         self._rounds[drafted, accepted] += 1
         sequence.num_drafted += drafted
         sequence.num_accepted += accepted
@@ -100,15 +100,6 @@ class SpeculationTally:
             plain=dict(self._plain),
             steps=dict(self._steps),
         )
-
-
-def _why(sequence: Sequence, depth: int, said: int, kind: StepKind) -> str:
-    """One of the reasons above."""
-    if not depth:
-        return "request" if sequence.constraint is None else "grammar"
-    if kind == "plain":
-        return "cost"
-    return "last_token" if said else "no_draft"
 
 
 def acceptable(update: Update, brought: int) -> int:

@@ -7,7 +7,6 @@ const MEANINGS = {
   request: "the request takes no drafts",
   cost: "rounds would not have paid",
   no_draft: "there was no draft to verify",
-  last_token: "the sequence ended with this token",
 };
 
 const each = (value) => `${(1000 * value).toFixed(value < 0.01 ? 2 : 1)} ms`;
