@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from phonograph import LLM, EmulatedDevice, EngineOptions, SamplingParams
@@ -191,3 +192,16 @@ def check(sequences: Sequence[Seq]) -> None:
             found = [one.logprob for one in sequence.logprobs]
             torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted.logprobs), atol=1e-5, rtol=0)
             assert tuple(tuple(token for token, _ in one.top) for one in sequence.logprobs) == wanted.tops
+
+
+class Even:
+    """Allows tokens with even numbers, and tells what came."""
+
+    def __init__(self) -> None:
+        self.came: list[int] = []
+
+    def mask(self) -> Any:
+        return np.full(64, 0x55555555, dtype=np.int32)
+
+    def accept(self, token: int) -> None:
+        self.came.append(token)

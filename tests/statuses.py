@@ -20,7 +20,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from phonograph.engine.process.health import Health
-from phonograph.engine.process.statistics import EagerStats, EngineStats, PhaseStats, RecordingStats, SpeculationStats
+from phonograph.engine.process.messages import SpeculationInfo
+from phonograph.engine.process.statistics import (
+    EagerStats,
+    EngineStats,
+    PassTimeStats,
+    PhaseStats,
+    RecordingStats,
+    SpeculationStats,
+)
 from phonograph.engine.process.traces import PassCounts, SequenceTrace
 from phonograph.engine.requests.request import FinishReason, SamplingParams
 from phonograph.engine.requests.request import Request as RequestOfUser
@@ -45,6 +53,13 @@ SERVER_INFO = ServerInfo(
     max_seqs=64,
     max_tokens=512,
     max_len=8192,
+    speculation=SpeculationInfo(
+        "eagle",
+        3,
+        "where that pays (a round costs 1.18× at 1, 1.19× at 2, 1.22× at 4, 1.31× at 8, 1.52× at 16, 2.07× at 32, "
+        "2.94× at 64 rows)",
+        "auto: a head comes with this model",
+    ),
 )
 
 
@@ -91,7 +106,21 @@ def stats(second: int = 0, **changes: object) -> EngineStats:
         prefix_lookup_tokens=2150 * second,
         prefix_hit_tokens=810 * second,
         speculation=SpeculationStats(
-            7 * second, 18 * second, 21 * second, (6 * second, 4 * second, second), {"cost": second}
+            rounds=2500 * second,
+            tokens=6900 * second,
+            drafted=(2500 * second, 2450 * second, 2400 * second),
+            accepted=(2050 * second, 1450 * second, 900 * second),
+            plain={
+                "grammar": 90 * second,
+                "request": 12 * second,
+                "cost": 700 * second,
+                "no_draft": 0,
+            },
+            steps={"round": 150 * second, "plain": 40 * second},
+            times={
+                "round": PassTimeStats(140 * second, 0.58 * second),
+                "plain": PassTimeStats(38 * second, 0.11 * second),
+            },
         ),
         phases=(
             PhaseStats("decode", "full", "seqs", tuple(decode), (late,) if second else (), {"replay": 0.71 * second}),

@@ -112,6 +112,39 @@ def test_phases_show_reasons_and_buckets(tab: Tab, busy: Busy) -> None:
         assert tab.problems == []
 
 
+def test_speculation_has_a_card(tab: Tab, busy: Busy) -> None:
+    with serving(app(busy)) as url:
+        tab.page.goto(url)
+        tab.until("#speculation .badge", "eagle")
+        assert tab.text("#speculation .phase-head .more").startswith("3 drafts a round; rounds run where that pays (")
+        assert tab.text("#speculation .figure").split() == ["2.76", "tokens", "a", "round"]
+        assert tab.text("#speculation .legend").split("\n") == ["18,000 rounds (78.9 %)", "4,800 plain (21.1 %)"]
+        assert tab.text("#speculation .times-of-passes").split("   ") == ["round 4.14 ms", "plain step 2.89 ms"]
+        places = [row.split("\t") for row in tab.page.locator("#speculation .places tbody tr").all_inner_texts()]
+        assert [(place, told.strip()) for place, *_, told in places] == [
+            ("1", "82.0 %"),
+            ("2", "59.2 %"),
+            ("3", "37.5 %"),
+        ]
+        reasons = tab.page.locator("#speculation .reasons tbody tr")
+        assert reasons.nth(0).inner_text().split("\t") == ["cost", "84,000", "rounds would not have paid"]
+        assert [row.split("\t")[0] for row in reasons.all_inner_texts()] == ["cost", "grammar", "request"]
+        assert tab.problems == []
+
+
+def test_speculation_before_its_first_round_and_none(tab: Tab) -> None:
+    fresh = Busy()
+    fresh.metrics.take(stats(0), incarnation=0)
+    with serving(app(fresh)) as url:
+        tab.page.goto(url)
+        tab.until("#speculation", "tokens a round")
+        assert "NaN" not in tab.text("#speculation")
+        assert "None." in tab.text("#speculation")
+        fresh.metrics.take(stats(1, speculation=None), incarnation=0)
+        tab.page.locator("#speculation").wait_for(state="hidden", timeout=10_000)
+        assert tab.problems == []
+
+
 def test_pointing_at_a_plot_reads_it(tab: Tab, busy: Busy) -> None:
     with serving(app(busy)) as url:
         tab.page.goto(url)

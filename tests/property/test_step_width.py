@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phonograph.engine.requests.limits import Limits
-from phonograph.engine.requests.request import Request, SamplingParams
+from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep
 from phonograph.engine.requests.step_costs import StepCosts
@@ -78,8 +78,48 @@ def test_costs_are_those_of_the_next_size() -> None:
     assert [costs.ratio(count) for count in (1, 2, 4, 5, 16, 17, 64, 99)] == [1.1, 1.3, 1.3, 2.0, 2.0, 3.5, 3.5, 3.5]
 
 
+def test_of_many_costs_some_are_told() -> None:
+    sizes = (1, 2, 4, 8, 12, 16, 24, 32, 40)
+    told = "1.00× at 1, 1.00× at 2, 1.00× at 4, 1.00× at 8, 1.00× at 16, 1.00× at 32, 1.00× at 40"
+    assert str(StepCosts(sizes, (1.0,) * len(sizes))) == told
+
+
 def test_rows_that_take_no_drafts() -> None:
     for policy in (WhereDrafted(LIMITS), WherePaid(LIMITS, StepCosts(SIZES, (1.0,) * 4))):
         assert policy.of(rows(3, speculate=False)) == 1
         assert policy.of((*rows(3, speculate=False), *rows(1))) == 4
         assert policy.of(()) == 4
+
+
+def ended(policy: WherePaid, right: Callable[[int], int], max_outputs: int, answers: int) -> int:
+    """How many of the steps of answers of so many tokens were rounds; `right` drafts of each are right."""
+    decodes, number, rounds = rows(1), 0, 0
+    for _ in range(answers):
+        left = max_outputs - 1
+        while left:
+            number, width = number + 1, policy.of(decodes)
+            rounds += width > 1
+            count = min(left, 1 + right(number) if width > 1 else 1)
+            left -= count
+            step = ScheduledStep(number, decodes, (), (), width, pass_name="x")
+            finish = None if left else FinishReason.LENGTH
+            policy.took(step, [(sequence, (5,) * count, finish) for sequence in decodes])
+    return rounds
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(3, 20), st.integers(0, 99))
+def test_short_answers_don_t_make_drafts_look_bad(max_outputs: int, seed: int) -> None:
+    """Nine in ten rounds have all drafts right: a round that is cut off counts, or only the others would."""
+    numbers = random.Random(seed)
+    policy = WherePaid(LIMITS, StepCosts(SIZES, (1.4,) * 4))
+    ended(policy, lambda number: 3 if numbers.random() < 0.9 else 0, max_outputs, 300)
+    assert policy.of(rows(1)) == 4
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(3, 20))
+def test_short_answers_don_t_hide_bad_drafts(max_outputs: int) -> None:
+    policy = WherePaid(LIMITS, StepCosts(SIZES, (1.4,) * 4))
+    ended(policy, lambda number: 0, max_outputs, 100)
+    assert ended(policy, lambda number: 0, max_outputs, 100) <= 0.03 * 100 * (max_outputs - 1)

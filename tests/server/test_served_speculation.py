@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,34 @@ def test_usage_tells_of_drafts(server: Server, tiny_server: Server) -> None:
     assert "completion_tokens_details" not in tiny_server.post("/v1/completions", BODY).json()["usage"]
 
 
+def counted(server: Server) -> list[float]:
+    """Rounds, drafted, accepted and their tokens, once nothing is in flight."""
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "round_tokens")
+    before: list[float] = []
+    while (found := [metric(server, f"spec_decode_{name}") for name in names]) != before or server.get(
+        "/status.json"
+    ).json()["running"]:
+        before = found
+        time.sleep(0.1)
+    return found
+
+
+def test_usage_of_short_answers(server: Server) -> None:
+    """What `max_tokens` cuts off is not rejected: usage is that of the rounds, whose last token is the model's own."""
+    for max_tokens in range(1, 9):
+        before = counted(server)
+        usage = server.post("/v1/completions", {**BODY, "max_tokens": max_tokens}).json()["usage"]
+        rounds, drafted, accepted, tokens = (now - then for now, then in zip(counted(server), before, strict=True))
+        assert usage["completion_tokens"] == max_tokens
+        if max_tokens <= 2:
+            assert drafted == 0, "nothing could be accepted"
+        told = usage.get("completion_tokens_details", {})
+        assert told.get("accepted_prediction_tokens", 0) == accepted == tokens - rounds
+        assert told.get("rejected_prediction_tokens", 0) == drafted - accepted
+        # With a round for every token, as where all drafts are wrong, there are the most.
+        assert drafted <= sum(min(2, max_tokens - outputs - 1) for outputs in range(1, max_tokens))
+
+
 def test_a_stop_text_within_a_round(server: Server, tiny_server: Server) -> None:
     whole = tiny_server.post("/v1/completions", BODY).json()["choices"][0]["text"]
     for place in range(8, 16):
@@ -78,13 +107,37 @@ def test_metrics_and_status(server: Server, drafter: str) -> None:
     server.post("/v1/completions", BODY)
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "round_tokens")
     rounds, drafted, accepted, by_place, tokens = (metric(server, f"spec_decode_{name}") for name in names)
-    assert rounds < drafted <= 2 * rounds
+    assert rounds < drafted == metric(server, "spec_decode_num_draft_tokens_per_pos") <= 2 * rounds
     assert accepted == by_place == tokens - rounds
     assert metric(server, "spec_decode_plain_rounds") >= 39
     told = server.get("/status.json").json()["speculation"]
-    assert (told["rounds"], sum(told["accepted"])) == (rounds, accepted)
+    assert (told["rounds"], sum(told["drafted"]), sum(told["accepted"])) == (rounds, drafted, accepted)
     assert told["plain"]["request"] >= 39
     assert (told["plain"]["no_draft"] == 0) == (drafter != "ngram"), "a head drafts whatever came before"
+
+
+def test_the_screen_says_who_drafts(server: Server, tiny_server: Server, drafter: str) -> None:
+    line = f"drafts    {drafter}, 2 tokens a round; rounds run wherever a request allows drafts"
+    assert line in server.lines
+    assert not any(line.startswith("drafts") for line in tiny_server.lines)
+
+
+def test_the_status_page_s_figures(server: Server, tiny_server: Server, drafter: str) -> None:
+    server.post("/v1/completions", BODY)
+    counted(server)
+    status = server.get("/status.json").json()
+    told = {"drafter": drafter, "depth": 2, "when": "wherever a request allows drafts", "why": ""}
+    assert status["facts"]["speculation"] == told
+    found = status["speculation"]
+    assert 0 < found["times"]["round"]["passes"] <= found["steps"]["round"]
+    assert found["times"]["round"]["seconds"] > 0
+    names = ("steps", "passes", "device_seconds")
+    steps, passes, seconds = (metric(server, f"spec_decode_{name}") for name in names)
+    assert steps == sum(found["steps"].values())
+    assert passes == sum(time["passes"] for time in found["times"].values())
+    assert seconds == pytest.approx(sum(time["seconds"] for time in found["times"].values()))
+    plainly = tiny_server.get("/status.json").json()
+    assert (plainly["facts"]["speculation"], plainly["speculation"]) == (None, None)
 
 
 def test_what_can_t_be_is_refused(server: Server, tiny_server: Server) -> None:

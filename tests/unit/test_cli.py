@@ -86,6 +86,23 @@ def test_explain_needs_no_weights(capsys: Capture) -> None:
     assert "draft" not in out, "a phase that this engine does not have"
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "off"),
+        (("--speculate", "ngram"), "ngram, 3 a round, wherever a request allows drafts"),
+        (
+            ("--speculate", "auto", "--speculate-depth", "2", "--speculate-when", "pays"),
+            "ngram (auto: no head comes with this model, and --draft names none), 2 a round, where that pays "
+            "(what a round costs is measured at start)",
+        ),
+    ],
+)
+def test_explain_says_who_drafts_and_when(flags: tuple[str, ...], said: str, capsys: Capture) -> None:
+    assert main(["explain", "--shape", "tiny", "--device", "emulated", "--max-len", "64", *flags]) == 0
+    assert f"\nspeculation: {said}\n" in capsys.readouterr().out
+
+
 def test_warnings_of_the_plan_reach_the_user(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,6 +26,7 @@ from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.process.statistics import EngineStats, PhaseStats, engine_stats
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
+from phonograph.engine.scheduling.speculation_tally import PLAIN_REASONS
 from phonograph.graphs.planning.settings import ask
 from phonograph.server.observe.exposition import Exposition
 from phonograph.server.observe.histogram import Distribution
@@ -183,6 +184,18 @@ def test_counters_go_on_when_the_core_is_started_again() -> None:
     assert total_stats.total.steps == 200 * 112
 
 
+def test_speculation_goes_on_too() -> None:
+    total_stats = StatsAcrossRestarts()
+    total_stats.take(statuses.stats(100), incarnation=0)
+    first, second, both = (statuses.stats(seconds).speculation for seconds in (100, 5, 105))
+    assert first is not None
+    assert second is not None
+    assert both is not None
+    total_stats.take(statuses.stats(5, speculation=msgspec.structs.replace(second, times={})), incarnation=1)
+    assert total_stats.total is not None
+    assert total_stats.total.speculation == msgspec.structs.replace(both, times=first.times), "nothing timed yet"
+
+
 def test_what_an_old_core_says_late_is_dropped() -> None:
     total_stats = StatsAcrossRestarts()
     total_stats.take(statuses.stats(3), incarnation=1)
@@ -251,6 +264,23 @@ def test_the_exposition_parses_and_says_what_was_counted() -> None:
     assert value(text, "device_seconds_total", phase="prefill", path="eager") == pytest.approx(0.4)
     assert value(text, "graph_capture_failures", phase="prefill") == 1
     assert value(text, "graph_products_left_out", phase="decode") == 0
+
+
+def test_speculation_is_exposed() -> None:
+    text, found = exposed(busy_metrics()), statuses.stats(40).speculation
+    assert found is not None
+    assert value(text, "spec_decode_num_drafts_total") == found.rounds
+    assert value(text, "spec_decode_round_tokens_total") == found.tokens
+    for place in range(3):
+        at = {"position": f"{place}"}
+        assert value(text, "spec_decode_num_draft_tokens_per_pos_total", **at) == found.drafted[place]
+        assert value(text, "spec_decode_num_accepted_tokens_per_pos_total", **at) == found.accepted[place]
+    for reason in PLAIN_REASONS:
+        assert value(text, "spec_decode_plain_rounds_total", reason=reason) == found.plain[reason]
+    for kind, time in found.times.items():
+        assert value(text, "spec_decode_steps_total", kind=kind) == found.steps[kind]
+        assert value(text, "spec_decode_passes_total", kind=kind) == time.passes
+        assert value(text, "spec_decode_device_seconds_total", kind=kind) == pytest.approx(time.seconds)
 
 
 def test_every_reason_is_there_from_the_start() -> None:

@@ -164,7 +164,7 @@ def test_where_one_of_the_two_fails_nothing_is_drafted(head: DraftHead, name: st
     core = speculating(replace(made, make=lambda parts: CombinedDrafter(parts, *FAILING[name](parts, head))), backend)
     check(Driver(core).run(REQUESTS[:6]))
     counts = core.speculation.counts
-    assert (counts.rounds, counts.drafted) == (0, 0)
+    assert (counts.rounds, sum(counts.drafted)) == (0, 0)
     assert counts.plain["no_draft"] > 0
 
 
@@ -174,13 +174,13 @@ def test_where_one_of_the_two_fails_nothing_is_drafted(head: DraftHead, name: st
 def test_every_round_has_drafts_and_they_are_counted_by_place(head: DraftHead) -> None:
     """Where lookup alone would have none, the head's are there."""
     core = speculating(ngram_eagle(head, DEPTH), "disabled", max_ahead=0, prefix_cache=False)
-    found = Driver(core).run([(tuple(range(3, 9)), replace(GREEDY, max_tokens=2)), ((1, 2) * 6, GREEDY)])
+    found = Driver(core).run([(tuple(range(3, 9)), replace(GREEDY, max_tokens=DEPTH + 2)), ((1, 2) * 6, GREEDY)])
     check(found)
     counts = core.speculation.counts
     assert counts.plain["no_draft"] == 0
-    assert found[0].num_drafted == DEPTH, "lookup alone finds nothing here"
+    assert found[0].num_drafted >= DEPTH, "lookup alone finds nothing here"
     assert counts.tokens == sum(len(one.outputs) - 1 for one in found) == counts.rounds + sum(counts.accepted)
-    assert counts.drafted == DEPTH * counts.rounds == sum(one.num_drafted for one in found)
+    assert sum(counts.drafted) == sum(one.num_drafted for one in found)
 
 
 # -- who is chosen --------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,7 +26,7 @@ from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.scheduling.step_width import WherePaid
 from phonograph.graphs.planning.settings import ask
-from speculation import MAX_LEN, Driver, check, oracle, plain, saying, speculating
+from speculation import MAX_LEN, Driver, Even, check, oracle, plain, saying, speculating
 
 pytestmark = pytest.mark.slow
 
@@ -139,19 +138,6 @@ def test_requests_may_decline() -> None:
         before = core.scheduler.counts.steps
         check(Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=25, speculate=asked))]))
         assert core.scheduler.counts.steps - before == 1 + steps, asked
-
-
-class Even:
-    """Allows tokens with even numbers, and tells what came."""
-
-    def __init__(self) -> None:
-        self.came: list[int] = []
-
-    def mask(self) -> Any:
-        return np.full(64, 0x55555555, dtype=np.int32)
-
-    def accept(self, token: int) -> None:
-        self.came.append(token)
 
 
 def test_a_grammar_decodes_plainly_beside_others() -> None:
@@ -367,46 +353,6 @@ def test_flags_that_contradict_each_other_are_refused(flags: tuple[str, ...], sa
         options_of(*flags)
 
 
-# -- what is counted ------------------------------------------------------------------------------------------
-
-
-def test_a_place_for_which_nothing_was_drafted_is_not_counted() -> None:
-    """The n-gram drafter knows nothing of tokens that never came before."""
-    core = speculating(ngram(3), "disabled", max_ahead=0, prefix_cache=False)
-    (found_for,) = Driver(core).run([(tuple(range(3, 9)), replace(GREEDY, max_tokens=2))])
-    tokens = found_for.outputs
-    found = core.speculation.counts
-    assert len(set(range(3, 9)) | set(tokens)) == 8, "no token comes twice, or there might be a draft"
-    assert (found.rounds, found.drafted, found.plain["no_draft"]) == (0, 0, 1)
-    again = (*range(3, 9), *tokens)
-    Driver(core).run(
-        [((*again, *range(3, 9)), replace(GREEDY, max_tokens=8)), (again * 2, replace(GREEDY, max_tokens=8))]
-    )
-    found = core.speculation.counts
-    assert found.drafted == 3 * found.rounds > 0, "what came before is drafted in all places"
-
-
-def test_drafts_are_counted_by_place_and_plain_rounds_by_reason() -> None:
-    core = speculating(oracle(3, 0), "disabled", max_ahead=0, prefix_cache=False)
-    Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=25))])
-    Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=5, speculate=False))])
-    core.add(Request("guided", (5, 6, 7), replace(GREEDY, max_tokens=4), run_ahead=False), [Even()])
-    while not core.is_idle:
-        core.step()
-    found = core.speculation.counts
-    assert (found.rounds, found.tokens, found.drafted, found.accepted) == (6, 24, 18, (6, 6, 6))
-    assert found.plain == {"grammar": 3, "request": 4, "cost": 0, "no_draft": 0}
-    assert found.tokens_per_round == 4.0
-    assert str(found).startswith("4.00 tokens a round over 6 rounds; accepted by position: 100%, 100%, 100%; decoded")
-
-
-def test_rounds_that_end_bring_what_is_taken_of_them() -> None:
-    core = speculating(oracle(3, 0), "disabled", max_ahead=3, prefix_cache=False)
-    [sequence] = Driver(core).run([(PROMPTS[0], replace(GREEDY, max_tokens=8))])
-    assert (sequence.num_drafted, sequence.num_accepted) == (6, 5)
-    assert core.speculation.counts.rounds == 2, "rounds launched ahead of the end are none"
-
-
 # -- plain steps ----------------------------------------------------------------------------------------------
 
 
@@ -472,3 +418,8 @@ def test_costs_are_measured_and_told() -> None:
     for params in EVERY:
         found = llm.generate(PROMPTS, params)
         assert [tuple(one.tokens) for one in found] == [plain(prompt, params).tokens for prompt in PROMPTS]
+    told = (
+        r"speculation: .* tokens a round over [\d,]+ rounds; accepted by position: [^;]+(; decoded plainly: "
+        r"[^;]+)?; \d+% of [\d,]+ steps were rounds; device time: [^;\n]+ ms a (round|plain step)\n"
+    )
+    assert re.search(told, llm.explain())

@@ -69,7 +69,7 @@ def test_the_page_keeps_to_its_policy_and_to_itself() -> None:
     html = (PAGE / "index.html").read_text()
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", html)
     assert set(re.findall(r'(?:src|href)="(/[^"]*)"', html)) <= PUBLIC_PATHS | {"/metrics", "/status.json"}
-    for name in ("page.js", "plot.js", "page.css"):
+    for name in ("page.js", "plot.js", "parts.js", "speculation.js", "request.js", "page.css"):
         text = (PAGE / name).read_text()
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|@import|url\(", text), (
             name

@@ -10,6 +10,10 @@ from phonograph.cli.flags import add_engine_flags, arguments_from
 from phonograph.engine.passes.registry import passes_for, phases_of
 
 if TYPE_CHECKING:
+    import torch
+
+    from phonograph.engine.execution.speculation import Chosen
+    from phonograph.engine.options import EngineOptions
     from phonograph.engine.process.arguments import EngineArguments
 
 HELP = "print whether and how a model is served, and the plan; of a folder, config.json is enough"
@@ -72,11 +76,22 @@ def run(args: argparse.Namespace) -> int:
     print(f"precision: {precision}")
     print(described(checkpoint.sampling if arguments.options.sampling == "model" else SamplingParams()))
     print(described_checks(arguments.options, is_recorded=plan.is_recorded))
-    print(f"speculation: {'off' if drafter is None else f'{drafter}, {arguments.options.draft_depth} a round'}")
+    print(f"speculation: {_speculation(drafter, arguments.options, device.torch_device)}")
     print(plan.explain())
     if args.trace is not None:
         print(_traces(arguments, args.trace))
     return 0
+
+
+def _speculation(drafter: Chosen | None, options: EngineOptions, device: torch.device) -> str:
+    """Who drafts, how much and when."""
+    from phonograph.engine.execution.speculation import when_for
+
+    if drafter is None:
+        return "off"
+    pays = "where that pays (what a round costs is measured at start)"
+    when = pays if when_for(options, device) == "pays" else "wherever a request allows drafts"
+    return f"{drafter}, {options.draft_depth} a round, {when}"
 
 
 def _not_there_yet(arguments: EngineArguments) -> list[str]:

@@ -266,6 +266,7 @@ def screen(llm: AsyncLLM, options: ServerOptions, sock: socket.socket) -> str:
             f"device    {about.device}",
             f"KV cache  {limits.capacity:,} tokens in pages of {limits.page_size}; "
             f"{limits.max_seqs} sequences of at most {limits.context} at a time",
+            *([f"drafts    {about.speculation}"] if about.speculation is not None else []),
             "",
             about.plan,
             "",

@@ -26,7 +26,7 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
-from phonograph.engine.execution.speculation import choose_drafter, costs_for, passes_with
+from phonograph.engine.execution.speculation import choose_drafter, costs_for, described_times, passes_with, round_times
 from phonograph.engine.execution.startup_verification import (
     guard_recordings,
     refuse_failures,
@@ -285,7 +285,8 @@ class LLM:
         context = f"context: {self.limits.context}"
         drafted = "speculation: off"
         if self.drafting is not None:
-            drafted = f"speculation: {self.drafting}, {self.core.scheduler.width}; {self.core.speculation.counts}"
+            told = [f"{self.drafting}, {self.core.scheduler.width}", str(self.core.speculation.counts)]
+            drafted = f"speculation: {'; '.join(filter(None, [*told, described_times(round_times(self.executor))]))}"
         about = [
             self.plan.explain(),
             f"model: {self.implementation}",

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +24,7 @@ from phonograph.engine.passes.readback import Pending, Picked, Readback
 from phonograph.engine.passes.registry import HEARTBEAT, PASSES, PassDeclaration
 from phonograph.engine.passes.step import Step, Undone
 from phonograph.engine.requests.limits import Limits
-from phonograph.engine.requests.step import Sampled
+from phonograph.engine.requests.step import Sampled, StepKind, kind_of
 from phonograph.engine.sampling.sampler import Sampler, check_declared
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE, TOKEN_MASKS
@@ -53,6 +54,13 @@ class Launched:
     """`replay` or `eager`."""
     begun: Fence
     pending: Pending
+
+
+class PassTime(NamedTuple):
+    """Passes whose results were read, and the device time of all of them."""
+
+    passes: int = 0
+    seconds: float = 0.0
 
 
 class Executor:
@@ -89,6 +97,8 @@ class Executor:
         self.cache = replace(self.cache, by_row=by_row) if by_row else self.cache
         self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         """Time on the device by phase and path; grows as results are read."""
+        self.pass_times: defaultdict[tuple[str, StepKind], PassTime] = defaultdict(PassTime)
+        """The same, with the number of passes, by phase and kind of step."""
         plans = {one.name: _within(plan.phase(one.name), one.limit(limits)) for one in passes}
         self.parts = PassParts(
             model, sampler, self.tables, self.cache, beside, limits, any(one.gives_states for one in passes)
@@ -225,7 +235,11 @@ class Executor:
             order.check_collect(step)
         sampled = launched.pending.wait()
         order.collected = step.serial
-        self.device_seconds[launched.phase, launched.path] += launched.pending.fence.seconds_since(launched.begun)
+        seconds = launched.pending.fence.seconds_since(launched.begun)
+        self.device_seconds[launched.phase, launched.path] += seconds
+        kind = launched.phase, kind_of(step.tokens_per_row)
+        passes, before = self.pass_times[kind]
+        self.pass_times[kind] = PassTime(passes + 1, before + seconds)
         return sampled
 
     @torch.inference_mode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,9 +12,9 @@ import torch
 from phonograph.engine.checkpoints import Checkpoint, shipped_head
 from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
 from phonograph.engine.checkpoints.mtp import MtpCheckpoint, has_modules
-from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.executor import Executor, PassTime
 from phonograph.engine.models.interface import Model
-from phonograph.engine.options import EngineOptions
+from phonograph.engine.options import EngineOptions, SpeculateWhen
 from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.eagle import eagle
 from phonograph.engine.passes.mtp import mtp
@@ -22,6 +22,7 @@ from phonograph.engine.passes.ngram import ngram
 from phonograph.engine.passes.ngram_eagle import ngram_eagle
 from phonograph.engine.passes.registry import TARGET_VERIFY, PassDeclaration, passes_for
 from phonograph.engine.passes.target_verify import PLAIN_STEPS, speculating_passes
+from phonograph.engine.requests.step import StepKind
 from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.errors import PlanError
 from phonograph.graphs.running.runner import Runner
@@ -89,10 +90,14 @@ def passes_with(drafting: Drafting | None, options: EngineOptions) -> Sequence[P
     return [replace(one, gives_states=one.serves) for one in passes] if options.return_hidden_states else passes
 
 
+def when_for(options: EngineOptions, device: torch.device) -> SpeculateWhen:
+    """When rounds are launched: as the options say, or as is best for the device."""
+    return options.speculate_when or ("always" if device.type == "cpu" else "pays")
+
+
 def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:
     """The measured cost of rounds; None where they are launched whatever they cost."""
-    where = options.speculate_when or ("always" if executor.device.torch_device.type == "cpu" else "pays")
-    if not options.speculates or where == "always":
+    if not options.speculates or when_for(options, executor.device.torch_device) == "always":
         return None
     try:
         costs = measured_costs(executor.runners[TARGET_VERIFY.name])
@@ -115,3 +120,17 @@ def measured_costs(runner: Runner) -> StepCosts | None:
         (replay_seconds(runner, keys[size, ""]), replay_seconds(runner, keys[size, PLAIN_STEPS])) for size in sizes
     ]
     return StepCosts(tuple(sizes), tuple(rounds / plain for rounds, plain in pairs))
+
+
+def round_times(executor: Executor) -> dict[StepKind, PassTime]:
+    """Device time of rounds and of plain steps without prompts among them, of those that there were."""
+    kinds: tuple[StepKind, ...] = ("round", "plain")
+    found = {kind: executor.pass_times.get((TARGET_VERIFY.name, kind), PassTime()) for kind in kinds}
+    return {kind: time for kind, time in found.items() if time.passes}
+
+
+def described_times(times: Mapping[StepKind, PassTime]) -> str:
+    """In words, each per pass; empty before the first."""
+    names = {"round": "a round", "plain": "a plain step"}
+    each = [f"{time.seconds / time.passes * 1e3:.3g} ms {names[kind]}" for kind, time in times.items()]
+    return f"device time: {', '.join(each)}" if each else ""

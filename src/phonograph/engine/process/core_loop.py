@@ -36,6 +36,7 @@ from phonograph.engine.process.messages import (
     Output,
     Ready,
     Shutdown,
+    SpeculationInfo,
     StepOutput,
     ToCore,
 )
@@ -225,7 +226,15 @@ def ready(llm: LLM) -> Ready:
             ]
         ),
         checks=llm.checks,
+        speculation=_speculation_info(llm),
     )
+
+
+def _speculation_info(llm: LLM) -> SpeculationInfo | None:
+    drafting = llm.drafting
+    if drafting is None:
+        return None
+    return SpeculationInfo(drafting.name, drafting.depth, str(llm.core.scheduler.width), drafting.why)
 
 
 class _ToFront(logging.Handler):

@@ -81,6 +81,22 @@ class LoadProgress(_FromCore, frozen=True):
     total: int
 
 
+class SpeculationInfo(msgspec.Struct, frozen=True):
+    """The drafter of an engine, and when it is used."""
+
+    drafter: str
+    depth: int
+    """Tokens that it drafts for a sequence in each round."""
+    when: str
+    """When rounds are launched, in words, and what they cost where that was measured."""
+    why: str = ""
+    """How it came to be this one, where nobody asked for it by name."""
+
+    def __str__(self) -> str:
+        named = f"{self.drafter} ({self.why})" if self.why else self.drafter
+        return f"{named}, {self.depth} token{'' if self.depth == 1 else 's'} a round; rounds run {self.when}"
+
+
 class Ready(_FromCore, frozen=True):
     """The core accepts requests; its resolved configuration."""
 
@@ -101,6 +117,8 @@ class Ready(_FromCore, frozen=True):
     """What every phase has captured and counted."""
     checks: str
     """How replays are compared with the eager path."""
+    speculation: SpeculationInfo | None = None
+    """None where nothing is drafted."""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.speculation import round_times
 from phonograph.engine.scheduling.counts import Counts
 from phonograph.graphs.phases.decisions import Reason, ShapeKey, Stats
 from phonograph.graphs.running.runner import Runner
@@ -103,16 +104,30 @@ class PhaseStats(msgspec.Struct, frozen=True):
         return sum(eager.calls for eager in self.eager)
 
 
+class PassTimeStats(msgspec.Struct, frozen=True):
+    """Passes that were timed, and the device time of all of them."""
+
+    passes: int
+    seconds: float
+
+
 class SpeculationStats(msgspec.Struct, frozen=True):
     """Acceptance of drafted tokens."""
 
     rounds: int
+    """Rounds of sequences for which tokens were drafted."""
     tokens: int
-    drafted: int
+    """Tokens that those brought, the target's own included."""
+    drafted: tuple[int, ...]
+    """By place in the round; a draft after the last token that its sequence may have is none."""
     accepted: tuple[int, ...]
     """By place in the round."""
     plain: dict[str, int]
-    """Rounds of rows for which nothing was drafted, by reason."""
+    """Steps in which a sequence decoded one token, by reason."""
+    steps: dict[str, int]
+    """Steps with sequences that decode, by kind: `round` or `plain`."""
+    times: dict[str, PassTimeStats]
+    """Device time of such steps, those with prompts left out, by kind; of a kind that there was."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -173,7 +188,15 @@ def engine_stats(core: EngineCore[Executor]) -> EngineStats:
 
 def _speculation_stats(core: EngineCore[Executor]) -> SpeculationStats:
     found = core.speculation.counts
-    return SpeculationStats(found.rounds, found.tokens, found.drafted, found.accepted, dict(found.plain))
+    return SpeculationStats(
+        found.rounds,
+        found.tokens,
+        found.drafted,
+        found.accepted,
+        dict(found.plain),
+        dict(found.steps.items()),
+        {kind: PassTimeStats(*time) for kind, time in round_times(core.executor).items()},
+    )
 
 
 def _counted(counts: Counts) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import Sequence
@@ -51,6 +51,15 @@ class Chunk:
     @property
     def count(self) -> int:
         return len(self.tokens)
+
+
+StepKind = Literal["round", "plain"]
+"""Whether a step has places for drafts, or one token for each row that decodes."""
+
+
+def kind_of(tokens_per_row: int) -> StepKind:
+    """Of a step that computes so many tokens for each decode."""
+    return "round" if tokens_per_row > 1 else "plain"
 
 
 PageUpdate = tuple[int, int, int]

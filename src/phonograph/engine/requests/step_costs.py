@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from phonograph.sizes import is_power_of_two
+
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -19,4 +21,10 @@ class StepCosts:
         return self.ratios[min(bisect_left(self.sizes, num_rows), len(self.sizes) - 1)]
 
     def __str__(self) -> str:
-        return ", ".join(f"{ratio:.2f}× at {size}" for size, ratio in zip(self.sizes, self.ratios, strict=True))
+        """Of many sizes the powers of two, and the largest."""
+        told = [
+            f"{ratio:.2f}× at {size}"
+            for size, ratio in zip(self.sizes, self.ratios, strict=True)
+            if is_power_of_two(size) or size == self.sizes[-1]
+        ]
+        return ", ".join(told)

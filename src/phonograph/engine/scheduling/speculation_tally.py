@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 
-from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import ScheduledStep, Update
+from phonograph.engine.requests.request import FinishReason
+from phonograph.engine.requests.step import Sampled, ScheduledStep, StepKind, Update, kind_of
 
 PLAIN_REASONS = ("grammar", "request", "cost", "no_draft")
 """Why a row decodes plainly: its next step depends on its text, its request says so, drafts would not pay, or there was
@@ -23,22 +23,30 @@ class SpeculationCounts:
     """Rounds of rows for which something was drafted, and that brought a token at least."""
     tokens: int = 0
     """Tokens that those brought, the one that the target adds to the accepted ones included."""
-    drafted: int = 0
+    drafted: tuple[int, ...] = ()
+    """How often there was a draft in each place of a round. One that no sequence could take, since it came after the
+    sequence's last token, is none."""
     accepted: tuple[int, ...] = ()
-    """How often the draft in each place of a round was accepted."""
+    """How often the draft in each place was accepted."""
     plain: Mapping[str, int] = field(default_factory=dict)
     """Steps in which a row decoded one token, by reason."""
+    steps: Mapping[StepKind, int] = field(default_factory=dict)
+    """Steps with rows that decode."""
 
     @property
     def tokens_per_round(self) -> float:
         return self.tokens / self.rounds if self.rounds else 0.0
 
     def __str__(self) -> str:
-        places = ", ".join(f"{count / self.rounds:.0%}" for count in self.accepted) if self.rounds else "nothing yet"
+        pairs = zip(self.accepted, self.drafted, strict=True)
+        places = ", ".join(f"{taken / most:.0%}" if most else "–" for taken, most in pairs)
         plain = ", ".join(f"{count:,} by {reason}" for reason, count in self.plain.items() if count)
+        steps, rounds = sum(self.steps.values()), self.steps.get("round", 0)
         return (
-            f"{self.tokens_per_round:.2f} tokens a round over {self.rounds:,} rounds; accepted by position: {places}"
+            f"{self.tokens_per_round:.2f} tokens a round over {self.rounds:,} rounds; "
+            f"accepted by position: {places if self.rounds else 'nothing yet'}"
             f"{f'; decoded plainly: {plain}' if plain else ''}"
+            f"{f'; {rounds / steps:.0%} of {steps:,} steps were rounds' if steps else ''}"
         )
 
 
@@ -47,34 +55,61 @@ class SpeculationTally:
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
-        self._rounds = self._tokens = self._drafted = 0
-        self._accepted = [0] * depth
+        self._rounds: Counter[tuple[int, int]] = Counter()
+        """By how much was drafted, and how much of it accepted."""
         self._plain: Counter[str] = Counter(dict.fromkeys(PLAIN_REASONS, 0))
+        self._steps: dict[StepKind, int] = {"round": 0, "plain": 0}
 
-    def note(self, step: ScheduledStep, updates: Iterable[Update], drafted: Iterable[int] | None = None) -> None:
-        """What the commit of a step brought; `drafted` says for how many places of each of `step.sampling`."""
-        # What was sampled of a step comes in the order of its decodes, then of its prompts.
-        said = dict(zip(step.decodes, repeat(self._depth) if drafted is None else drafted, strict=False))
-        for sequence, tokens, _ in updates:
-            if tokens and sequence in said:
-                self._note(sequence, len(tokens), said[sequence] if step.tokens_per_row > 1 else None)
-
-    def _note(self, sequence: Sequence, count: int, said: int | None) -> None:
-        """`said` is None in a step that verifies nothing."""
-        depth = sequence.draft_depth(self._depth)
-        drafted = min(depth, said or 0)
-        if not drafted:
-            by_row = "request" if sequence.constraint is None else "grammar"
-            self._plain[by_row if not depth else "cost" if said is None else "no_draft"] += 1
+    def note(self, step: ScheduledStep, updates: Iterable[Update], sampled: Sampled) -> None:
+        """What the commit of a step brought."""
+        if not step.decodes:
             return
-        self._rounds += 1
-        self._tokens += count
-        self._drafted += drafted
-        for place in range(count - 1):
-            self._accepted[place] += 1
+        kind = kind_of(step.tokens_per_row)
+        self._steps[kind] += 1
+        # What was sampled of a step comes in the order of its decodes, then of its prompts.
+        drafted = repeat(self._depth) if sampled.drafted is None else sampled.drafted
+        brought = repeat(1) if sampled.counts is None else sampled.counts
+        rows = dict(zip(step.decodes, zip(drafted, brought, strict=False), strict=False))
+        for update in updates:
+            if update[1] and update[0] in rows:
+                self._note(update, *rows[update[0]], kind=kind)
+
+    def _note(self, update: Update, said: int, brought: int, *, kind: StepKind) -> None:
+        """`said` places of the round had a draft, and the device took `brought` tokens, past a stop token too."""
+        sequence, tokens, _ = update
+        depth = sequence.draft_depth(self._depth)
+        verified = min(depth, said) if kind == "round" else 0
+        if not verified:
+            by_row = "request" if sequence.constraint is None else "grammar"
+            self._plain[by_row if not depth else "cost" if kind == "plain" else "no_draft"] += 1
+            return
+        drafted, accepted = min(verified, acceptable(update, brought)), len(tokens) - 1
+        self._rounds[drafted, accepted] += 1
         sequence.num_drafted += drafted
-        sequence.num_accepted += count - 1
+        sequence.num_accepted += accepted
 
     @property
     def counts(self) -> SpeculationCounts:
-        return SpeculationCounts(self._rounds, self._tokens, self._drafted, tuple(self._accepted), dict(self._plain))
+        found = self._rounds.items()
+        places = range(self._depth)
+        return SpeculationCounts(
+            rounds=self._rounds.total(),
+            tokens=sum(count * (accepted + 1) for (_, accepted), count in found),
+            drafted=tuple(sum(count for (drafted, _), count in found if drafted > place) for place in places),
+            accepted=tuple(sum(count for (_, accepted), count in found if accepted > place) for place in places),
+            plain=dict(self._plain),
+            steps=dict(self._steps),
+        )
+
+
+def acceptable(update: Update, brought: int) -> int:
+    """How many drafts of a round could have been accepted: those before the last token that its sequence may have.
+
+    An accepted draft is followed by another token: the next draft, or what the target picks instead. So a draft of the
+    last token, by `max_tokens` or the end of the context, is never accepted: the target's own is that token. The same
+    holds after a stop token; the draft in its place was wrong where the device took nothing after it.
+    """
+    sequence, tokens, finish = update
+    count = len(tokens)
+    room = sequence.max_outputs - (len(sequence.outputs) - count) - 1
+    return room if finish is not FinishReason.STOP else min(room, count - (brought > count))

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep, Update
 from phonograph.engine.requests.step_costs import StepCosts
@@ -100,14 +101,19 @@ class WherePaid:
         return False
 
     def took(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
-        """Only of whole rounds: one that ends a sequence may bring less for that alone."""
+        """Of rounds that a limit on the output cut off it is known that they would have brought so much at least; those
+        with a stop token are left out."""
         if step.tokens_per_row == 1 or self._brought is None:
             return
-        decoding = set(step.decodes)
-        counts = [len(tokens) for sequence, tokens, finish in updates if sequence in decoding and finish is None]
+        decoding, mean = set(step.decodes), self._brought
+        counts = [
+            len(tokens) if finish is None else max(len(tokens), mean)
+            for sequence, tokens, finish in updates
+            if sequence in decoding and finish in (None, FinishReason.LENGTH)
+        ]
         if counts:
             weight = _WEIGHT if self._is_on else _PROBE_WEIGHT
-            self._brought += weight * (sum(counts) / len(counts) - self._brought)
+            self._brought += weight * (sum(counts) / len(counts) - mean)
 
     def __str__(self) -> str:
         return f"where that pays (a round costs {self._costs} rows)"

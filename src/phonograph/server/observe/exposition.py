@@ -112,17 +112,28 @@ class Exposition:
     def _speculation(self, found: SpeculationStats) -> Iterator[Metric]:
         for name, text, value in (
             ("spec_decode_num_drafts", "Rounds of sequences for which tokens were drafted.", found.rounds),
-            ("spec_decode_num_draft_tokens", "Tokens drafted.", found.drafted),
+            ("spec_decode_num_draft_tokens", "Drafted tokens that could be accepted.", sum(found.drafted)),
             ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", sum(found.accepted)),
             ("spec_decode_round_tokens", "Tokens of these rounds, the target's own included.", found.tokens),
         ):
             yield self._counter(name, text, [], [((), value)])
-        places = [((str(place),), count) for place, count in enumerate(found.accepted)]
-        text = "Drafted tokens that were accepted, by position in the round."
-        yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, ["position"], places)
+        for name, text, counts in (
+            ("draft", "Drafted tokens that could be accepted, by position in the round.", found.drafted),
+            ("accepted", "Drafted tokens that were accepted, by position in the round.", found.accepted),
+        ):
+            places = [((str(place),), count) for place, count in enumerate(counts)]
+            yield self._counter(f"spec_decode_num_{name}_tokens_per_pos", text, ["position"], places)
         plain = [((reason,), count) for reason, count in found.plain.items()]
         text = "Steps in which a sequence decoded one token, by reason."
         yield self._counter("spec_decode_plain_rounds", text, ["reason"], plain)
+        steps = [((kind,), count) for kind, count in found.steps.items()]
+        text = "Steps with sequences that decode, by kind: rounds of drafts, or plain."
+        yield self._counter("spec_decode_steps", text, ["kind"], steps)
+        passes = [((kind,), time.passes) for kind, time in found.times.items()]
+        text = "Passes that were timed: such steps without prompts among them, by kind."
+        yield self._counter("spec_decode_passes", text, ["kind"], passes)
+        seconds = [((kind,), time.seconds) for kind, time in found.times.items()]
+        yield self._counter("spec_decode_device_seconds", "Device time of these passes.", ["kind"], seconds)
 
     def _graphs(self, phases: Iterable[PhaseStats]) -> Iterator[Metric]:
         each = [

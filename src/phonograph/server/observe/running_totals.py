@@ -10,6 +10,7 @@ import msgspec
 from phonograph.engine.process.statistics import (
     EagerStats,
     EngineStats,
+    PassTimeStats,
     PhaseStats,
     RecordingStats,
     SpeculationStats,
@@ -79,10 +80,17 @@ def _add_speculation(old: SpeculationStats, new: SpeculationStats) -> Speculatio
     return SpeculationStats(
         old.rounds + new.rounds,
         old.tokens + new.tokens,
-        old.drafted + new.drafted,
-        tuple(before + now for before, now in zip(old.accepted, new.accepted, strict=True)),
+        tuple(map(sum, zip(old.drafted, new.drafted, strict=True))),
+        tuple(map(sum, zip(old.accepted, new.accepted, strict=True))),
         {reason: old.plain.get(reason, 0) + count for reason, count in new.plain.items()},
+        {kind: old.steps.get(kind, 0) + count for kind, count in new.steps.items()},
+        {kind: _add_times(old.times.get(kind), new.times.get(kind)) for kind in {**old.times, **new.times}},
     )
+
+
+def _add_times(*parts: PassTimeStats | None) -> PassTimeStats:
+    found = [part for part in parts if part is not None]
+    return PassTimeStats(sum(part.passes for part in found), sum(part.seconds for part in found))
 
 
 def _add_phases(old: PhaseStats, new: PhaseStats) -> PhaseStats:

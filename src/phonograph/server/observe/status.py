@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from phonograph.engine.process.health import Health
+from phonograph.engine.process.messages import SpeculationInfo
 from phonograph.engine.process.statistics import EngineStats, PhaseStats, SpeculationStats
 from phonograph.server.observe.history import History, HistoryPoints, LatencyQuantiles
 from phonograph.server.observe.incidents import Incident, Incidents
@@ -32,6 +33,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     max_tokens: int
     """Tokens of one step."""
     max_len: int
+    speculation: SpeculationInfo | None = None
+    """Who drafts, and when; None without speculation."""
 
 
 class Latencies(msgspec.Struct, frozen=True):
@@ -87,7 +90,7 @@ class Status(msgspec.Struct, frozen=True):
     totals: Totals
     phases: tuple[PhaseStats, ...]
     speculation: SpeculationStats | None
-    """Acceptance of drafted tokens; None without speculation."""
+    """Acceptance of drafted tokens, reasons of plain steps, and device time; None without speculation."""
     incidents: tuple[Incident, ...]
     requests: tuple[RequestLine, ...]
     """The latest."""

@@ -21,6 +21,7 @@ _FILES = {
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page/plot.js": ("plot.js", "text/javascript; charset=utf-8"),
     "/page/parts.js": ("parts.js", "text/javascript; charset=utf-8"),
+    "/page/speculation.js": ("speculation.js", "text/javascript; charset=utf-8"),
     "/page/request.js": ("request.js", "text/javascript; charset=utf-8"),
 }
 _REQUEST_PAGE = "/requests/{id:path}"

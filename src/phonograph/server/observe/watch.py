@@ -86,6 +86,7 @@ class Watch:
             max_seqs=about.limits.max_seqs,
             max_tokens=about.limits.max_tokens,
             max_len=about.limits.max_len,
+            speculation=about.speculation,
         )
 
     def _labels(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import { $, Bar, LockedError, ask, askForKey, bytes, cells, count, duration, make, notice, onKey, rate, reveal, seconds, share, short, showState, sync, table, whole, write } from "./parts.js";
 import { Plot } from "./plot.js";
+import { showSpeculation } from "./speculation.js";
 
 const SPAN = 600;
 const LATELY = 5;
@@ -352,6 +353,7 @@ function show(status) {
   takeHistory(status);
   showTop(status);
   showTiles(status);
+  showSpeculation(status);
   showPhases(status.phases);
   showRequestList(status);
   showTotals(status);

@@ -94,7 +94,7 @@ export function table(title, columns, className) {
   made.append(make("caption", "hidden", title));
   const head = made.createTHead().insertRow();
   for (const name of columns) {
-    const cell = make("th", ["axes", "reason", "latest", "request", "state", "passes"].includes(name) ? "" : "num", name);
+    const cell = make("th", ["axes", "reason", "latest", "request", "state", "passes", "meaning"].includes(name) ? "" : "num", name);
     cell.scope = "col";
     head.append(cell);
   }
