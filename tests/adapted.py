@@ -249,13 +249,13 @@ REFUSED = {
 
 
 @torch.no_grad()
-def made(family: Family, seed: int = 0) -> Any:
+def made(family: Family, seed: int = 0, std: float = 0.3) -> Any:
     """A model of a family, with weights so large that a wrong position, mask or expert shows."""
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(family.config(), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 or "bias" in name or "sinks" in name:
-            parameter.normal_(std=0.3)
+            parameter.normal_(std=std)
     return model.eval()
 
 
