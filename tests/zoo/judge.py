@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from phonograph import Device, PhonographError, Reason
@@ -100,8 +103,22 @@ def names_it(animal: Animal, verdict: Verdict) -> bool:
         return True
     each = verdict.told.splitlines()[1:] if verdict.how == "failed verify" else [verdict.told]
     has_phase = bool(verdict.phase) and all(re.search(rf"\b{re.escape(verdict.phase)}\b", one) for one in each)
-    has_line = not animal.has_line or all(re.search(r"\w+\.py:\d+", one) for one in each)
+    has_line = not animal.has_line or all(_has_its_line(animal, one) for one in each)
     return has_phase and has_line and re.search(animal.names, verdict.told) is not None
+
+
+def _has_its_line(animal: Animal, told: str) -> bool:
+    """Whether a line is named that is the animal's, or of what it calls, and not of another animal."""
+    lines = [(file, int(line)) for file, line in re.findall(r"(\w+\.py):(\d+)", told)]
+    others = [_source(other) for other in BUGS if other is not animal]
+    return any(not any(file == name and line in span for name, span in others) for file, line in lines)
+
+
+@functools.cache
+def _source(animal: Animal) -> tuple[str, range]:
+    """The file of an animal, and its lines there."""
+    own, first = inspect.getsourcelines(animal.make)
+    return Path(inspect.getfile(animal.make)).name, range(first, first + len(own))
 
 
 def alarm(animal: Animal, device: Device) -> str:
