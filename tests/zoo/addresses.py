@@ -179,6 +179,61 @@ def rotary_table_rebuilt(on: torch.device) -> Subject:
     return Subject(Rotary(), calls)
 
 
+@bug(ADDRESSES, names="hidden")
+def made_in_capture_and_freed(on: torch.device) -> Subject:
+    """The state is allocated when the body first runs, in capture, and freed by a reset; graphs keep its address."""
+
+    class Resettable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.hidden is None:
+                self.hidden = torch.zeros(WIDTH, device=x.device)
+            self.hidden.add_(1)
+            return x + self.hidden
+
+    model, others = Resettable(), list[Tensor]()
+
+    def calls(run: Run) -> None:
+        model.hidden = None  # that of capture is freed
+        others.extend(torch.full((WIDTH,), 9.0, device=on) for _ in range(64))  # and used by somebody else
+        for seed in (1, 2):
+            run(x=rows(on, 3, seed))
+        model.hidden = None
+        run(x=rows(on, 3, 3))
+
+    return Subject(model, calls, state=lambda: others)
+
+
+@bug(ADDRESSES, harmless="the largest bucket runs first, so that nothing grows once a graph has an address")
+def workspace_grown_in_capture(on: torch.device) -> Subject:
+    """A workspace that keeps sums grows while the next bucket is captured, and the graph before it has the old one."""
+
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.workspace = torch.zeros(1, WIDTH, device=on)
+
+        def forward(self, x: Tensor) -> Tensor:
+            count = x.shape[0]
+            if count > self.workspace.shape[0]:
+                grown = torch.zeros(count, WIDTH, device=x.device)
+                grown[: self.workspace.shape[0]] = self.workspace
+                self.workspace = grown
+            self.workspace[:1] += x[:1]
+            return self.workspace[:1] + x
+
+    model = Growing()
+
+    def calls(run: Run) -> None:
+        for seed, count in enumerate((3, 8, 3, 5, 4)):
+            run(x=rows(on, count, seed))
+
+    return Subject(model, calls, state=lambda: model.workspace[:1])
+
+
 @bug(ADDRESSES, names="workspace")
 def workspace_grown(on: torch.device) -> Subject:
     """A workspace that keeps sums grows when a batch too large for any graph comes, and recordings have the old one."""

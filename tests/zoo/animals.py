@@ -7,9 +7,10 @@ the same script of calls and of changes between them.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -118,7 +119,9 @@ class Animal:
     names: str = ""
     """A pattern of what must be told where the bug is refused or found stale: the op, or the value."""
     has_line: bool = True
-    """Whether one line is at fault, which a refusal must name."""
+    """Whether one line is at fault, which must be named."""
+    harmless: str = ""
+    """Why there is nothing to tell: how the product serves it right, where graphs made by hand do not."""
     differs_by_itself: bool = False
     """Whether two eager runs differ, so that only a refusal of all recordings counts."""
     open: str = ""
@@ -144,6 +147,9 @@ class Served:
     eager: Mapping[Reason, str]
     """By reason of eager calls, the latest detail."""
     raised: Exception | None = None
+    phase: str = ""
+    logged: Sequence[str] = ()
+    """What calls have logged."""
 
 
 def sampled(on: torch.device, *slots: Slot, **more: Callable[[int], Any]) -> Callable[[Any, int], dict[str, Any]]:
@@ -249,10 +255,26 @@ def played_through_graphs(make: Make, device: Device, *, verified: bool = False)
     checked = verify(runner) if verified else None
     before = runner.stats.replays.total(), set(runner.stats.details)
     run = Run(made.call)
-    play(subject, run)
+    with logged() as lines:
+        play(subject, run)
     details = {reason: detail for reason, detail in runner.stats.details.items() if reason not in before[1]}
     replays = runner.stats.replays.total() - before[0]
-    return Served(report, run.results, copied(subject.state()), replays, details, run.raised), checked
+    state, name = copied(subject.state()), runner.phase.name
+    return Served(report, run.results, state, replays, details, run.raised, name, lines), checked
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """The lines that are logged inside."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("phonograph")
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
 
 
 def verified(make: Make, device: Device) -> VerifyReport | None:

@@ -1,16 +1,19 @@
 """By hand: graphs as people write them without a library, to show that every bug of the zoo is one.
 
 Static input buffers, one warm-up, one recording per bucket; a call copies its inputs in, pads, replays and slices.
+Where the body has breaks, graphs and eager calls take turns: a call gets again what it was passed when captured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from phonograph import EmulatedDevice, Extent, Slot
-from phonograph.devices.base import DeviceGraph
+from phonograph import EmulatedDevice, Extent, Slot, Stage
+from phonograph.devices.base import Recorder
+from phonograph.graphs.phases.context import Current, entering, unbroken
 from phonograph.graphs.phases.phase import sample_from
 from zoo.animals import Animal, Run, Subject, copied, difference, fresh, play, played_eagerly
 
@@ -20,34 +23,71 @@ class ByHand:
 
     def __init__(self, subject: Subject, device: EmulatedDevice) -> None:
         self._subject = subject
-        self._recorded: dict[int, tuple[DeviceGraph, dict[str, torch.Tensor], Any]] = {}
+        self._recorded: dict[int, tuple[Sequence[Callable[[], None]], dict[str, torch.Tensor], Any]] = {}
         pool = device.new_pool()
         for size in subject.buckets:
             sample = _sample(subject, size)
             buffers = {slot.field: sample[slot.field].clone() for slot in subject.slots if slot.field in sample}
             batch = {**sample, **buffers}
-            self._call(batch)
+            with entering(Current(batch=batch)):
+                self._call(batch)
             with device.recorder(pool) as recorder:
-                recorder.begin()
-                outputs = self._call(batch)
-                graph = recorder.end()
-            self._recorded[size] = graph, buffers, outputs
+                steps = _Steps(recorder)
+                now = Current(stage=Stage.CAPTURING, batch=batch, breaker=steps if self._has_breaks else None)
+                with entering(now):
+                    outputs = self._call(batch)
+                steps.end()
+            self._recorded[size] = steps.steps, buffers, outputs
 
     def __call__(self, batch: dict[str, Any]) -> Any:
         used = next(iter(value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor)))
         size = next((size for size in self._subject.buckets if size >= used), None)
         if size is None:
             return self._call(batch)
-        graph, buffers, outputs = self._recorded[size]
+        steps, buffers, outputs = self._recorded[size]
         with torch.no_grad():
             for slot in self._subject.slots:
                 if slot.field in buffers:
                     _load(buffers[slot.field], batch.get(slot.field), slot)
-        graph.replay()
+        with entering(Current(stage=Stage.REPLAYING, batch=batch)):
+            for step in steps:
+                step()
         return _sliced(outputs, size, used)
+
+    @property
+    def _has_breaks(self) -> bool:
+        return self._subject.options.get("backend") == "breakable"
 
     def _call(self, batch: dict[str, Any]) -> Any:
         return self._subject.function(batch) if self._subject.is_phase else self._subject.function(**batch)
+
+
+class _Steps:
+    """Graphs, and the eager calls between them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.steps: list[Callable[[], None]] = []
+        self._recorder = recorder
+        recorder.begin()
+
+    def end(self) -> None:
+        self.steps.append(self._recorder.end().replay)
+
+    def gap(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.end()
+        self.steps[-1]()
+        with unbroken():
+            result = function(*args, **kwargs)
+        home = result.clone() if isinstance(result, torch.Tensor) else result
+
+        def again() -> None:
+            found = function(*args, **kwargs)
+            if isinstance(home, torch.Tensor):
+                home.copy_(found)
+
+        self.steps.append(again)
+        self._recorder.begin()
+        return home
 
 
 def _sample(subject: Subject, size: int) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from phonograph import Device, PhonographError, Reason
@@ -49,6 +52,8 @@ class Verdict:
     """refused, raised, eager, failed verify, harmless; or SILENT, CRASHED."""
     told: str = ""
     """What the product says about it; for a wrong result, what is wrong."""
+    phase: str = ""
+    """The phase that it is a bug of."""
 
     @property
     def is_caught(self) -> bool:
@@ -69,18 +74,17 @@ def judge(animal: Animal, device: Device) -> Verdict:
     refusals = "; ".join(str(row.error) for row in served.report.failures) if served.report else ""
     is_excused = animal.differs_by_itself and not served.replays and not crash
     if refusals and (not wrong or is_excused):
-        return Verdict("refused", refusals)
-    stale = "; ".join(told for reason, told in served.eager.items() if reason not in _EXPECTED)
-    if not wrong and stale:
-        return Verdict("eager", stale)
+        return Verdict("refused", refusals, served.phase)
+    if not wrong and any(reason not in _EXPECTED for reason in served.eager):
+        return Verdict("eager", "; ".join(line for line in served.logged if "runs eagerly" in line), served.phase)
     if served.raised is not None and not wrong:
-        return Verdict("raised", str(served.raised))
+        return Verdict("raised", str(served.raised), served.phase)
     try:
         report = verified(animal.make, device)
     except Exception as error:
         return Verdict("CRASHED", f"verify raised {type(error).__name__}: {error}")
     if report is not None and not report.ok:
-        return Verdict("failed verify", str(report))
+        return Verdict("failed verify", str(report), served.phase)
     return Verdict("CRASHED" if crash else "SILENT", wrong) if wrong else Verdict("harmless")
 
 
@@ -93,18 +97,28 @@ def _wrong(served: Served, wanted: Served) -> str:
     return "" if served.raised is not None else difference(served.state, wanted.state, "state")
 
 
-_ONE_LINE = {Mechanism.GUARD, Mechanism.STATE}
-"""Bugs that are one value's fault, so that a failed verify must say which line has it."""
-
-
 def names_it(animal: Animal, verdict: Verdict) -> bool:
-    """Whether what is told names the op or value, and the line where one is at fault."""
-    has_line = not animal.has_line or re.search(r"\w+\.py:\d+", verdict.told) is not None
-    if verdict.how == "failed verify":
-        return has_line or animal.mechanism not in _ONE_LINE
-    if verdict.how == "refused":
-        return has_line and re.search(animal.names, verdict.told) is not None
-    return verdict.how != "eager" or re.search(animal.names, verdict.told) is not None
+    """Whether what is told names the phase, the op or value, and the line where one is at fault."""
+    if verdict.how == "harmless":
+        return True
+    each = verdict.told.splitlines()[1:] if verdict.how == "failed verify" else [verdict.told]
+    has_phase = bool(verdict.phase) and all(re.search(rf"\b{re.escape(verdict.phase)}\b", one) for one in each)
+    has_line = not animal.has_line or all(_has_its_line(animal, one) for one in each)
+    return has_phase and has_line and re.search(animal.names, verdict.told) is not None
+
+
+def _has_its_line(animal: Animal, told: str) -> bool:
+    """Whether a line is named that is the animal's, or of what it calls, and not of another animal."""
+    lines = [(file, int(line)) for file, line in re.findall(r"(\w+\.py):(\d+)", told)]
+    others = [_source(other) for other in BUGS if other is not animal]
+    return any(not any(file == name and line in span for name, span in others) for file, line in lines)
+
+
+@functools.cache
+def _source(animal: Animal) -> tuple[str, range]:
+    """The file of an animal, and its lines there."""
+    own, first = inspect.getsourcelines(animal.make)
+    return Path(inspect.getfile(animal.make)).name, range(first, first + len(own))
 
 
 def alarm(animal: Animal, device: Device) -> str:

@@ -157,7 +157,7 @@ class Halved(TorchFunctionMode):
         return found / 2 if func is nn.functional.relu else found
 
 
-@bug(MODES, names="modes of torch.overrides")
+@bug(MODES, names="modes of torch.overrides", has_line=False)
 def function_mode_entered(on: torch.device) -> Subject:
     """Calls are made inside a TorchFunctionMode that changes an op."""
     return under(lambda x: nn.functional.relu(x) * 2, on, Halved)

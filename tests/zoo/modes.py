@@ -17,7 +17,6 @@ from zoo.judge import bug
 from zoo.python_values import changed
 
 MODES = Mechanism.MODES
-SILENT = "SILENT: a replay computes under the modes of capture, and nobody compares them at the call"
 
 
 def under(body: Callable[..., object], on: torch.device, mode: Callable[[], AbstractContextManager[object]]) -> Subject:
@@ -48,14 +47,14 @@ def one_submodule_in_training(on: torch.device) -> Subject:
     return changed(calling(model), on, dropout.train)
 
 
-@bug(MODES, names="autocast")
+@bug(MODES, names="autocast", has_line=False)
 def autocast_entered(on: torch.device) -> Subject:
     """Calls are made inside torch.autocast, which the recording was not made in."""
     model = Net().to(on)
     return under(model, on, lambda: torch.autocast(on.type, dtype=torch.float16))
 
 
-@bug(MODES, names="autocast")
+@bug(MODES, names="autocast", has_line=False)
 def autocast_read(on: torch.device) -> Subject:
     """A library asks for the autocast state and rounds by itself, as custom kernels do."""
 
@@ -75,7 +74,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@bug(MODES, names="default dtype|default_dtype")
+@bug(MODES, names="default dtype|default_dtype", has_line=False)
 def default_dtype_changed(on: torch.device) -> Subject:
     """The body makes tensors of the default dtype, which is changed later."""
 
@@ -94,7 +93,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@bug(MODES, names="deterministic")
+@bug(MODES, names="deterministic", has_line=False)
 def deterministic_algorithms(on: torch.device) -> Subject:
     """The body picks its algorithm by whether deterministic ones are asked for; the fast one rounds."""
 
@@ -104,7 +103,7 @@ def deterministic_algorithms(on: torch.device) -> Subject:
     return under(step, on, deterministic)
 
 
-@bug(MODES, names="sdp|attention|SDP")
+@bug(MODES, names="sdp|attention|SDP", has_line=False)
 def attention_backend_changed(on: torch.device) -> Subject:
     """The body asks which attention kernels are allowed, and scales for one of them."""
 
@@ -126,7 +125,7 @@ def matmul_precision(word: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-@bug(MODES, names="precision")
+@bug(MODES, names="precision", has_line=False)
 def matmul_precision_lowered(on: torch.device) -> Subject:
     """A fused layer looks at the precision of float32 products and rounds its operands by it."""
 
@@ -148,7 +147,7 @@ def grad_mode_set_by_a_flag(on: torch.device) -> Subject:
     return changed(step, on, lambda: setattr(model, "tracks", True))
 
 
-@bug(MODES, names="grad")
+@bug(MODES, harmless="outputs of replays have no graph of derivatives, as those of eager calls do not")
 def grad_left_on(on: torch.device) -> Subject:
     """Capture and calls are made with gradients on, over weights that need them."""
     model = Net().to(on)
@@ -162,7 +161,7 @@ def grad_left_on(on: torch.device) -> Subject:
     return Subject(model, calls, state=lambda: [one.requires_grad for one in found])
 
 
-@bug(MODES, names="hook")
+@bug(MODES, names="hook", has_line=False)
 def forward_hook_added(on: torch.device) -> Subject:
     """A forward hook is registered on a submodule after capture."""
     model = Net().to(on)
@@ -180,7 +179,7 @@ def forward_hook_on_a_module_in_a_closure(on: torch.device) -> Subject:
     return changed(step, on, lambda: model.linear.register_forward_pre_hook(lambda module, args: (args[0] * 2,)))
 
 
-@bug(MODES, names="hook")
+@bug(MODES, names="hook", has_line=False)
 def global_forward_hook(on: torch.device) -> Subject:
     """A hook for all modules is registered after capture."""
     model = Net().to(on)

@@ -272,6 +272,12 @@ def argument_names(func: Any) -> tuple[str, ...]:
     return found
 
 
+def calling_frame() -> Frame | None:
+    """The line that runs the op that is being watched; None where none is a user's or the engine's."""
+    code, line = _calling_line()
+    return Frame(code.co_filename, line, code.co_name) if code is not None else None
+
+
 def _calling_line(depth: int = 2) -> tuple[CodeType | None, int]:
     """The innermost line that is neither torch's, Triton's nor the graph layer's; an engine's bodies have lines too."""
     frame = sys._getframe(depth)

@@ -256,7 +256,7 @@ def graphed(  # noqa: PLR0913 - the front door names every choice
     resolved = resolve(_asks(phase, buckets, asked), facts_of(on, function), [KNOWN_PHASES[phase]])
     signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     _check_arguments(signature, slots, _name_of(function))
-    others = OtherArguments(signature, slots, lives := _lives(signature, slots, live, _name_of(function)))
+    others = OtherArguments(signature, slots, lives := _lives(signature, slots, live, _name_of(function)), function)
     declared = Phase(
         name=_name_of(function),
         slots=tuple(slots),

@@ -26,7 +26,7 @@ from phonograph.graphs.recording.binding import CAPTURE_SEED, Binder
 from phonograph.graphs.recording.bound import Bound
 from phonograph.graphs.recording.capture_report import CaptureReport, CaptureRow, as_capture_error
 from phonograph.graphs.recording.captured import Captured
-from phonograph.graphs.recording.carried import FieldReads, carried_by
+from phonograph.graphs.recording.carried import Carried, FieldReads, carried_by
 from phonograph.graphs.recording.compilations import refusing_compilations
 from phonograph.graphs.recording.facts import AroundGap, FactRecorder
 from phonograph.graphs.recording.garbage import gc_frozen
@@ -65,7 +65,7 @@ class Capture:
     _state: SavedState = field(default_factory=lambda: SavedState(_MAX_STATE_BYTES))
     _warmups: Warmups | None = None
     _settled: dict[ShapeKey, Settled] = field(default_factory=dict)
-    _carried: dict[ShapeKey, dict[str, Any]] = field(default_factory=dict)
+    _carried: dict[ShapeKey, Carried] = field(default_factory=dict)
     _runs: dict[ShapeKey, list[Run]] = field(default_factory=dict)
     _errors: dict[ShapeKey, CaptureError] = field(default_factory=dict)
     _input_write: InputWriteError | None = None

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from phonograph.devices.trace import user_frame
+from phonograph.errors import Frame
 from phonograph.graphs.inputs.fields import Path, path_of
 from phonograph.graphs.inputs.snapshots import snapshot, snapshots_without
 from phonograph.graphs.inputs.tree import attributes, put_attribute
@@ -21,12 +23,22 @@ ABSENT = snapshot(None)
 """A field that is not there is taken for None."""
 
 
+class Carried(dict[str, Any]):
+    """Snapshots of fields by name, and the line of the body that reads each, where one is known."""
+
+    def __init__(self, taken: Mapping[str, Any], lines: Mapping[str, Frame]) -> None:
+        super().__init__(taken)
+        self.lines = lines
+
+
 class FieldReads:
     """Notes which fields of a batch a body reads."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._all = False
+        self.lines: dict[str, Frame] = {}
+        """By field, the user's line that reads it first."""
 
     def noting(self, batch: Any) -> Any:
         """A copy that notes what is read of it; where none can be made the batch itself, all of it counted as read."""
@@ -46,6 +58,9 @@ class FieldReads:
             self._all = True
         else:
             self._names.add(name)
+            line = user_frame() if name not in self.lines else None
+            if line is not None:
+                self.lines[name] = line
 
 
 def fields_by_name(batch: Any) -> Mapping[str, Any]:
@@ -59,15 +74,15 @@ def fields_by_name(batch: Any) -> Mapping[str, Any]:
     return held if held is not None else {str(name): value for name, value in attributes(batch)}
 
 
-def carried_by(phase: Phase, key: ShapeKey, sample: Sample, reads: FieldReads) -> dict[str, Any]:
+def carried_by(phase: Phase, key: ShapeKey, sample: Sample, reads: FieldReads) -> Carried:
     """Snapshots of what was read, and of keyword arguments, by name; without slots, and without what may change."""
     left_out = left_out_of(phase)
     fields = fields_by_name(sample.batch)
     if phase.compares_others:
-        return snapshots_without(fields, left_out)
+        return Carried(snapshots_without(fields, left_out), {})
     decided = _decided_by_axes(phase, key, sample.batch)
     taken = {name: fields.get(name) for name in reads.of(sample.batch) if name not in decided}
-    return snapshots_without({**taken, **sample.kwargs}, left_out)
+    return Carried(snapshots_without({**taken, **sample.kwargs}, left_out), reads.lines)
 
 
 def changed_field(

@@ -11,6 +11,7 @@ from phonograph.graphs.inputs.registry import Prepared, Registry
 from phonograph.graphs.inputs.tree import Keep
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.recording.backends import Recording
+from phonograph.graphs.recording.carried import Carried
 from phonograph.graphs.recording.outputs import trim
 from phonograph.graphs.recording.probing import Trimming
 
@@ -55,7 +56,7 @@ class RecordingEntry:
         recording: Recording,
         padded: dict[str, int],
         trimming: Trimming,
-        carried: dict[str, Any],
+        carried: Carried,
         kept: Keep,
     ) -> None:
         self.recording = recording

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phonograph.devices import Device
-from phonograph.errors import CaptureError
+from phonograph.errors import CaptureError, Frame
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.slot import Slot
 from phonograph.graphs.inputs.snapshots import snapshots_without
@@ -24,7 +24,10 @@ class OtherArguments:
     Only those named `live`, which a recording can't read, may change.
     """
 
-    def __init__(self, signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[Live]) -> None:
+    def __init__(
+        self, signature: inspect.Signature, slots: Sequence[Slot], live: Sequence[Live], function: Callable[..., Any]
+    ) -> None:
+        self._line = _defined_at(function)
         self._left_out = {slot.path for slot in slots} | {one.path for one in live}
         self._whole = {path[0] for path in self._left_out if len(path) == 1}
         defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
@@ -45,9 +48,16 @@ class OtherArguments:
         recorded = {**self._defaults, **carried}
         for name in given.keys() | recorded.keys():
             if name not in given or name not in recorded or given[name] != recorded[name]:
-                detail = f"the argument {name!r} differs from what {key} was captured with. Make it a slot"
+                detail = f"the argument {name!r} differs from what {key} was captured with{self._line}. Make it a slot"
                 return RunEagerly(Reason.FEATURE_NOT_CAPTURED, detail)
         return None
+
+
+def _defined_at(function: Callable[..., Any]) -> str:
+    """The line where a function's arguments are declared, in brackets; nothing for what has none."""
+    inner = inspect.unwrap(getattr(function, "forward", function))
+    code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+    return f" ({Frame(code.co_filename, code.co_firstlineno, code.co_name)})" if code is not None else ""
 
 
 def unchanged_hooks(call: ModuleCall) -> Admission:

@@ -164,7 +164,7 @@ class Runner:
         report = self.report = replace(captured.report, left_out=self.selection.left_out if self.selection else ())
         for key, recording in captured.recordings.items():
             trimming = captured.trimmings[key.group]
-            padded, carried = self.phase.padded(key.size), captured.carried.get(key, {})
+            padded, carried = self.phase.padded(key.size), captured.carried[key]
             self._entries[key] = RecordingEntry(recording, padded, trimming, carried, self.output_buffers.standing.kept)
         self.stale.begin(captured.facts)
         for row in report.failures:

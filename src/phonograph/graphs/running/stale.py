@@ -13,7 +13,7 @@ from phonograph.graphs.inputs.fields import Path, fetch
 from phonograph.graphs.phases.decisions import Reason, RunEagerly, ShapeKey
 from phonograph.graphs.phases.phase import Phase
 from phonograph.graphs.phases.selection import Selection
-from phonograph.graphs.recording.carried import changed_field, fields_by_name, left_out_of
+from phonograph.graphs.recording.carried import Carried, changed_field, fields_by_name, left_out_of
 from phonograph.graphs.recording.fact import Fact
 from phonograph.graphs.recording.facts import FactRecorder, Settlement, WatchedFacts
 from phonograph.graphs.recording.late_reads import WrittenMemory
@@ -66,9 +66,7 @@ class StaleWatch:
         """A fact that does not hold, by a look at all of them."""
         return self._settled.check.find() if self._settled is not None else None
 
-    def of_batch(
-        self, key: ShapeKey, carried: Mapping[str, Any], batch: Any, kwargs: Mapping[str, Any]
-    ) -> RunEagerly | None:
+    def of_batch(self, key: ShapeKey, carried: Carried, batch: Any, kwargs: Mapping[str, Any]) -> RunEagerly | None:
         """Why a recording can't serve a batch: by a field that is no slot, or by whose memory an input is."""
         return (self._of_fields(key, carried, batch, kwargs) if carried else None) or (
             self._of_memory(batch, kwargs) if self._late else None
@@ -96,17 +94,17 @@ class StaleWatch:
             self._warned.add(name)
             log.warning("%s runs eagerly: %s", self._phase.name, detail)
 
-    def _of_fields(
-        self, key: ShapeKey, carried: Mapping[str, Any], batch: Any, kwargs: Mapping[str, Any]
-    ) -> RunEagerly | None:
+    def _of_fields(self, key: ShapeKey, carried: Carried, batch: Any, kwargs: Mapping[str, Any]) -> RunEagerly | None:
         """A field that the recording reads, and that is no slot, has another value."""
         name = None if self._phase.compares_others else changed_field(carried, batch, kwargs, self._left_out)
         if name is None:
             return None
         found = kwargs[name] if name in kwargs else fields_by_name(batch).get(name)
+        line = f" ({carried.lines[name]})" if name in carried.lines else ""
         detail = (
             f"the batch's {name!r} is {reprlib.repr(found)}, and {key} was captured with another value, which it has "
-            f"for good. Make it a slot or an axis, or name it in Phase(free=) if what the sample has serves every batch"
+            f"for good{line}. Make it a slot or an axis, or name it in Phase(free=) if what the sample has serves "
+            "every batch"
         )
         self._warn_once(name, detail)
         return RunEagerly(Reason.STALE, detail)

@@ -139,13 +139,13 @@ class _Probe:
             return _outputs(runner, runner.trimmed(self._key, used)) | self._noted_state()
         gap = gaps[boundary // 2]
         given = _given(gap.function, *gap.arguments(), runner.memory.owns)
-        return given | (_returned(gap.outputs) if boundary % 2 else {}) | self._noted_state()
+        return given | (returned(gap.outputs) if boundary % 2 else {}) | self._noted_state()
 
     def _eager(self, boundary: int, number: float) -> Noted:
         has_gaps = self._recording.has_gaps
         stopping = _StoppingGaps(boundary, self._noted_state) if has_gaps else None
         self.put_back()
-        with generators_restored(self._runner.device), _unwritten_memory_holds(number):
+        with generators_restored(self._runner.device), unwritten_memory_holds(number):
             try:
                 outputs = run_eagerly(self._runner, self._key, self._batch, stopping, with_tail=False)
             except _Stop:
@@ -173,7 +173,7 @@ class _StoppingGaps:
         with unbroken():
             result = function(*given, **named)
         if self._boundary == 2 * number + 1:
-            self.noted = _given(function, given, named) | _returned(result) | self._state()
+            self.noted = _given(function, given, named) | returned(result) | self._state()
             raise _Stop
         return result
 
@@ -217,7 +217,8 @@ def _given(
     return found
 
 
-def _returned(result: Any) -> Noted:
+def returned(result: Any) -> Noted:
+    """Copies of what a gap gives back."""
     parts = ((path, part) for path, part in leaves(result) if isinstance(part, torch.Tensor))
     return {f"its result {path}".rstrip(): part.clone() for path, part in parts}
 
@@ -246,7 +247,7 @@ def _place(file: str, line: int) -> str:
 
 
 @contextmanager
-def _unwritten_memory_holds(number: float) -> Iterator[None]:
+def unwritten_memory_holds(number: float) -> Iterator[None]:
     """Inside, memory that an op allocates and leaves as it is has this number in it."""
 
     def on_op(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:

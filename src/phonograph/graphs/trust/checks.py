@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from phonograph.devices.trace import raising_frame
-from phonograph.errors import CaptureError, PhonographError
+from phonograph.errors import CaptureError, Frame, PhonographError
 from phonograph.graphs.inputs.slot import Slot
 from phonograph.graphs.trust.comparison import Allowed, described, differing, mismatch, same_bits
+from phonograph.graphs.trust.faults import Faults, Looks
 from phonograph.graphs.trust.further_runs import in_a_row, line_of_write, with_none
 from phonograph.graphs.trust.padding_writes import PaddingWrites
 from phonograph.graphs.trust.rounding import Rounding
@@ -32,10 +33,11 @@ class Checks:
     """The checks of one trial."""
 
     def __init__(
-        self, trial: Trial, tolerance: float | None, *, poisons: bool = True, is_thorough: bool = True
+        self, trial: Trial, tolerance: float | None, looks: Looks, *, poisons: bool = True, is_thorough: bool = True
     ) -> None:
         """With `is_thorough`, rounding is tried many times before a difference is a failure."""
         self._trial = trial
+        self._faults = Faults(trial, looks, tolerance=tolerance, is_thorough=is_thorough)
         self._is_thorough = is_thorough
         self._replay = Way(replay=True, poisons=poisons)
         self._tolerance = tolerance
@@ -48,8 +50,8 @@ class Checks:
     def all(self) -> list[Check]:
         """All checks."""
         found = [self._check("inputs", self._inputs)]
-        found.append(self._check("poison", self._poison))
-        found.append(self._check("same view", self._same_view))
+        found.append(self._check("poison", self._poison, self._faults.of_poison))
+        found.append(self._check("same view", self._same_view, self._faults.of_poison))
         return [*found, *self._against_unpadded()]
 
     def quick_same_view(self) -> list[Check]:
@@ -59,7 +61,7 @@ class Checks:
         body before.
         """
         self._is_quick = True
-        return [self._check("same view", self._same_view)]
+        return [self._check("same view", self._same_view, self._faults.of_poison)]
 
     def quick_unpadded(self) -> list[Check]:
         """The replay against a run without padding: two runs where the phase says what it preserves.
@@ -70,35 +72,38 @@ class Checks:
         return self._against_unpadded()
 
     def _against_unpadded(self) -> list[Check]:
-        unpadded = self._check("unpadded", self._unpadded)
+        unpadded = self.unpadded()
         if self._has_raised:
             return [unpadded]  # the others need the same two runs
-        return [unpadded, self._check("draws", self._draws), self._check("state", self._state)]
+        return [unpadded, self._check("draws", self._draws, self._faults.of_draws), self._check("state", self._state)]
 
     def unpadded(self) -> Check:
         """The replay against a run without padding, in outputs alone."""
-        return self._check("unpadded", self._unpadded)
+        return self._check("unpadded", self._unpadded, self._faults.of_padding)
 
     def absent(self, slot: Slot) -> Check:
         """Whether the value that stands for an absent input is neutral."""
-        return self._check(f"absent {slot.name}", lambda: self._absent(slot))
+        return self._check(f"absent {slot.name}", lambda: self._absent(slot), lambda: self._faults.of_none(slot))
 
     def gaps(self) -> Check:
         """Whether gaps give the same after another batch."""
-        return self._check("gaps", self._gaps)
+        return self._check("gaps", self._gaps, self._faults.of_gaps)
 
     def stand_in(self) -> Check:
         """Whether the recording gives batches of a weaker product the bits that they get without it."""
-        return self._check(f"stands in for {self._trial.served}", self._stands_in)
+        return self._check(f"stands in for {self._trial.served}", self._stands_in, self._faults.of_stand_in)
 
-    def _check(self, name: str, problem: Callable[[], str]) -> Check:
+    def _check(self, name: str, problem: Callable[[], str], fault: Callable[[], str] | None = None) -> Check:
+        """A check; where it fails, `fault` says where that begins."""
         trial = self._trial
         self._has_raised = False
         try:
             detail = problem()
+            if detail and fault is not None:
+                detail = _with_sentence(detail, fault())
         except Exception as error:
             self._has_raised = True
-            detail = told(error)
+            detail = told(error, self._faults.raising)
         return Check(trial.key, trial.used, name, not detail, detail)
 
     # -- the checks ---------------------------------------------------------------------------------------
@@ -198,7 +203,12 @@ class Checks:
             if self._is_quick:
                 alone = differing(found, wanted, tolerance=self._tolerance, among=alone)
             writes.note(name, alone)
-        return "; ".join([*(wrong or self._from_its_start() if noisy else wrong), *writes.problems(less_rounded)])
+        begins = self._faults.of_state(noisy=noisy) if wrong else ""
+        if noisy and not wrong:
+            wrong = self._from_its_start()
+            begins = self._faults.of_state(noisy=False) if wrong else ""
+        writing = writes.problems(less_rounded, self._faults.of_write)
+        return _with_sentence("; ".join([*wrong, *writing]), begins)
 
     def _from_its_start(self) -> list[str]:
         """The same for state as it is, which noise may hide: a maximum that padding alone raises."""
@@ -267,7 +277,7 @@ class Checks:
             trial = self._trial
 
             def run(around: Any) -> Mapping[Any, Any]:
-                result = trial.rounded(way, around)
+                result = trial.watched(way, around)
                 return {**_outputs(result), **_state(result)}
 
             self._roundings[way] = Rounding(run, is_thorough=self._is_thorough)
@@ -314,9 +324,15 @@ def _all_of(
     return "; ".join(problems)
 
 
-def told(error: Exception) -> str:
-    """What a check raised, where, and what may be done about it."""
+def _with_sentence(detail: str, sentence: str) -> str:
+    return f"{detail}{'' if detail.endswith('?') else '.'} {sentence}" if sentence else detail
+
+
+def told(error: Exception, line: Callable[[], Frame | None] = lambda: None) -> str:
+    """What a check raised, where, and what may be done about it; `line` looks for one where the error has none."""
     frame = raising_frame(error.__traceback__)
+    if frame is None and not isinstance(error, PhonographError):
+        frame = line()
     what = (str(error).strip().splitlines() or ["no message"])[0]
     text = what if isinstance(error, PhonographError) else f"raises {type(error).__name__}: {what.rstrip('.')}"
     traceback.clear_frames(error.__traceback__)

@@ -37,8 +37,15 @@ class PaddingWrites:
         if bool(places.any()):
             self._places[name] = places
 
-    def problems(self, less_rounded: Callable[[str, torch.Tensor], torch.Tensor]) -> list[str]:
-        """What padding writes where a live row may read; `less_rounded` takes many runs, and is asked last."""
+    def problems(
+        self,
+        less_rounded: Callable[[str, torch.Tensor], torch.Tensor],
+        line_of: Callable[[str, torch.Tensor], str],
+    ) -> list[str]:
+        """What padding writes where a live row may read; `less_rounded` takes many runs, and is asked last.
+
+        `line_of` tells, in a sentence, which op writes these places of a state, if that can be told.
+        """
         left = self._places
         if left and self._null_slots:
             left = self._less_null(left)
@@ -46,7 +53,7 @@ class PaddingWrites:
         if left:
             left = self._less_scratch(left)
         left = _some({name: less_rounded(name, places) for name, places in left.items()})
-        return [self._told(name, places) for name, places in left.items()]
+        return [self._told(name, places, line_of(name, places)) for name, places in left.items()]
 
     def _less_moved(self, name: str, places: torch.Tensor) -> torch.Tensor:
         """None, if the replay leaves as many elements alone that it should have written: the writes went elsewhere,
@@ -60,11 +67,12 @@ class PaddingWrites:
         slots = self._trial.runner.phase.slots
         return [slot.name for slot in slots if slot.pad is not None and slot.pad.null]
 
-    def _told(self, name: str, places: torch.Tensor) -> str:
+    def _told(self, name: str, places: torch.Tensor, line: str) -> str:
         declared = f" besides the null row that {self._null_slots[0]!r} declares" if self._null_slots else ""
         return (
             f"padding writes {int(places.sum().item()):,} of {places.numel():,} elements of the state {name}"
-            f"{declared}, which a run without padding leaves alone and a live row may read. {_REMEDY}"
+            f"{declared}, which a run without padding leaves alone and a live row may read. "
+            f"{f'{line}. ' if line else ''}{_REMEDY}"
         )
 
     def _less_null(self, left: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

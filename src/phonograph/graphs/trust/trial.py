@@ -103,6 +103,8 @@ class Trial:
         """How the body reads a slot that graphs leave out, if it does."""
         self.num_unsaved_bytes = 0
         """State that is too large to compare."""
+        self.on_return: Callable[[Any], None] = lambda outputs: None
+        """Told of what the body returns in an eager run, before that is trimmed and copied."""
 
     @property
     def is_served(self) -> bool:
@@ -125,9 +127,11 @@ class Trial:
         sizes = self.runner.registry.measure(sample.batch, sample.kwargs)
         return self._ran(Way(padded=False, noisy=True), sample, Extent(sizes, sizes), instead, watching)
 
-    def rounded(self, way: Way, watching: AbstractContextManager[object]) -> Result:
+    def watched(
+        self, way: Way, watching: AbstractContextManager[object] = _NOTHING, sample: Sample | None = None
+    ) -> Result:
         """A run of its own with something around the body."""
-        return self._ran(way, watching=watching)
+        return self._ran(way, sample, watching=watching)
 
     def null_sample(self, *, full: bool = False) -> Sample:
         """The smallest batch, or one that fills the bucket, with what padding has in every slot."""
@@ -278,6 +282,7 @@ class Trial:
         mode_around = BaseTorchFunctionMode() if way.in_function_mode else nullcontext()
         with entering(now), weights_uncached(), watching, mode_around:
             outputs = body()
+        self.on_return(outputs)
         if way.padded:
             outputs = runner.trim(self.key, outputs, extent.used)
         return runner.parts(outputs)

@@ -19,6 +19,7 @@ from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.python_state import PythonState
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.checks import Checks, told
+from phonograph.graphs.trust.faults import Looks
 from phonograph.graphs.trust.trial import Trial, same_memory
 from phonograph.graphs.trust.untouched import untouched
 from phonograph.graphs.trust.verify_report import Check, VerifyReport
@@ -138,6 +139,7 @@ class _Trials:
         self._python = PythonState(phase.code) if phase.preserve is None and self.runner.captured else None
         self._notes = dict.fromkeys(_notes(self.runner))
         self._num_failed = 0
+        self._looks = Looks()
 
     def checks(self, key: ShapeKey, sizes: Mapping[str, int], index: int) -> list[Check]:
         """All checks of a recording on one batch, and on batches of what it stands in for."""
@@ -156,7 +158,7 @@ class _Trials:
         return found
 
     def _checks(self, trial: Trial) -> Checks:
-        return Checks(trial, self.tolerance, is_thorough=self._num_failed < _MANY_FAILURES)
+        return Checks(trial, self.tolerance, self._looks, is_thorough=self._num_failed < _MANY_FAILURES)
 
     def further(self, key: ShapeKey, tried: Sequence[int]) -> list[Check]:
         """What else is tried of a recording without a failure, and told where it fails.
@@ -189,7 +191,7 @@ class _Trials:
         trial = self._trial(key, sizes, self.seed)
         if isinstance(trial, Check):
             return [trial]
-        return look(Checks(trial, self.tolerance, poisons=False)) if trial.is_served else []
+        return look(Checks(trial, self.tolerance, self._looks, poisons=False)) if trial.is_served else []
 
     def report(self, checks: Sequence[Check], seconds: float) -> VerifyReport:
         return VerifyReport(tuple(checks), tuple(self._notes), len(self.runner.captured), seconds)

@@ -11,7 +11,7 @@ import torch
 
 from phonograph.devices import Device, DeviceGraph, MemoryPool, Recorder
 from phonograph.devices.trace import user_frame
-from phonograph.errors import BreakError, OutputError
+from phonograph.errors import BreakError, Frame, OutputError
 from phonograph.graphs.inputs.tree import Marker, Noted, TreePath, leaves, map_leaves, reachable
 from phonograph.graphs.phases.context import current, entering, unbroken
 from phonograph.graphs.phases.decisions import ShapeKey
@@ -120,11 +120,12 @@ class _Capturing:
         handed_back = frozenset(path for path, leaf in leaves(spec.result) if isinstance(leaf, _Same))
         modes = Modes.of(self._device.torch_device)
         called = function if modes == self._modes else modes.around(function)
-        gap = _Gap(called, arguments, map_leaves(outputs, self._weak), spec.name, handed_back)
+        line = user_frame()
+        gap = _Gap(called, arguments, map_leaves(outputs, self._weak), spec.name, handed_back, line)
         with unbroken():
             gap.run()
         self.steps.append(gap.run)
-        self.gaps.append(RecordedGap(function, spec.name, user_frame(), arguments.now, gap.outputs))
+        self.gaps.append(RecordedGap(function, spec.name, line, arguments.now, gap.outputs))
         self._recorder.begin()
         return outputs
 
@@ -165,6 +166,8 @@ class _Gap:
     name: str
     handed_back: frozenset[TreePath]
     """Where it returned an argument: that memory is not the gap's to write."""
+    called: Frame | None = None
+    """The user's line that calls it."""
 
     def run(self) -> None:
         args, kwargs = self.arguments.now()
@@ -177,16 +180,17 @@ class _Gap:
         homes = dict(leaves(self.outputs))
         found = dict(_opened(result, self.name))
         if homes.keys() != found.keys():
-            raise BreakError(
-                f"gap {self.name} returned the parts {[*map(str, found)]}, at capture {[*map(str, homes)]}. "
-                "A gap must return the same structure every time."
+            raise self._error(
+                f"gap {self.name} returned the parts {[*map(str, found)]}, at capture {[*map(str, homes)]}",
+                "A gap must return the same structure every time.",
             )
         written: dict[int, Any] = {}
         for path, home in homes.items():
             if written.setdefault(id(home), found[path]) is not found[path] and isinstance(home, torch.Tensor):
-                raise BreakError(
+                raise self._error(
                     f"gap {self.name}, output {path}: returned two tensors where it returned one tensor twice at "
-                    "capture. A gap must return the same structure every time."
+                    "capture",
+                    "A gap must return the same structure every time.",
                 )
             self._write(path, home, found[path])
 
@@ -194,23 +198,28 @@ class _Gap:
         where = f"gap {self.name}{f', output {path}' if path else ''}"
         if isinstance(home, torch.Tensor):
             if not isinstance(value, torch.Tensor) or value.shape != home.shape or value.dtype != home.dtype:
-                raise BreakError(
-                    f"{where}: returned {_describe(value)}, the next graph reads {_describe(home)}. "
-                    "A gap must return the same shapes every time; return padded rows as it got them."
+                raise self._error(
+                    f"{where}: returned {_describe(value)}, the next graph reads {_describe(home)}",
+                    "A gap must return the same shapes every time; return padded rows as it got them.",
                 )
             if value.data_ptr() != home.data_ptr() or value.stride() != home.stride():
                 if path in self.handed_back and value.numel():
-                    raise BreakError(
+                    raise self._error(
                         f"{where}: returned another tensor than its argument, which it returned at capture, and the "
-                        "next graph reads that argument. Write the result into it, or return a new tensor every time "
-                        "(argument.clone())."
+                        "next graph reads that argument",
+                        "Write the result into it, or return a new tensor every time (argument.clone()).",
                     )
                 home.copy_(value)
         elif value is not home and value != home:
-            raise BreakError(
-                f"{where}: returned {value!r}, at capture {home!r}, and the next graph has that value frozen in. "
-                "Return it as a tensor."
+            raise self._error(
+                f"{where}: returned {value!r}, at capture {home!r}, and the next graph has that value frozen in",
+                "Return it as a tensor.",
             )
+
+    def _error(self, problem: str, remedy: str) -> BreakError:
+        now = current()
+        line = f" ({self.called})" if self.called is not None else ""
+        return BreakError(f"{now.stage.value} {now.phase}: {problem}{line}. {remedy}")
 
 
 class BreakableBackend:
