@@ -272,3 +272,19 @@ def test_a_count_in_an_array_is_refused() -> None:
     run = graphed(body, slots=SLOTS, bucketed="rows", buckets=[4], device="emulated")
     assert run.capture(silent).failures
     assert counts[0] == 0
+
+
+@pytest.mark.parametrize(("num_entries", "most_calls"), [(2, 1), (40, 64)])
+def test_large_containers_of_containers_are_looked_at_once_in_a_window(num_entries: int, most_calls: int) -> None:
+    table = [[float(index), "a"] for index in range(num_entries)]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x * len(str(sorted(table)))
+
+    run = graphed(body, slots=SLOTS, bucketed="rows", buckets=[4], device="cpu")
+    assert not run.capture(silent).failures
+    table[-1][1] = "longer"
+    calls = 0
+    while run(X) is not None and isinstance(run.runner.last, Replay):
+        calls += 1
+    assert calls < most_calls

@@ -59,10 +59,19 @@ class AllContents:
         return ("contents", id(self.holder))
 
     def get(self) -> Any:
+        return self._frozen()[0]
+
+    def _frozen(self) -> tuple[Any, int]:
+        left = [_MAX_LEAVES]
         try:
-            return _frozen(self.holder, self.depth, [_MAX_LEAVES])
+            return _frozen(self.holder, self.depth, left), _MAX_LEAVES - left[0]
         except (TooLargeError, RuntimeError):  # it may grow, or change while it is read
-            return ABSENT
+            return ABSENT, _MAX_LEAVES
+
+    @property
+    def num_values(self) -> int:
+        """How much there is to compare."""
+        return self._frozen()[1]
 
     @property
     def is_flat(self) -> bool:

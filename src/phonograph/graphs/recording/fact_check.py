@@ -51,6 +51,8 @@ _ALWAYS = 16
 """How many of those that take turns are checked each time: of a small model, all."""
 _MAX_SLOW = 2
 """Nested containers that are checked every time; further ones take turns."""
+_MAX_NESTED = 24
+"""Values of a nested container that is checked every time, at 0.3 µs each; larger ones have a turn of their own."""
 _OF_DICTS = (InDict, AllItems, HasKey, KeptEntries)
 _FEW = 80
 """So many values in dicts are looked at one by one faster than by torch's guards."""
@@ -126,6 +128,7 @@ class FactCheck:
         versioned: dict[int, dict[Any, Any]] = {}
         looked_at: list[Fact] = []
         rotating: list[Fact] = []
+        large: list[Fact] = []
         num_slow = 0
         for fact in self.facts:
             source = fact.source
@@ -141,8 +144,9 @@ class FactCheck:
                 has_order = isinstance(holder, OrderedDict) and isinstance(source, AllItems)  # which no version tells
                 if not isinstance(holder, dict) or has_order:
                     is_slow = isinstance(source, AllContents) and not source.is_flat
-                    num_slow += is_slow
-                    (rotating if is_slow and num_slow > _MAX_SLOW else looked_at).append(fact)
+                    is_large = isinstance(source, AllContents) and is_slow and source.num_values > _MAX_NESTED
+                    num_slow += is_slow and not is_large
+                    (large if is_large else rotating if is_slow and num_slow > _MAX_SLOW else looked_at).append(fact)
                 elif self.uses_versions and id(holder) not in self._by_value:
                     versioned[id(holder)] = holder
                 elif not self._has_turns or isinstance(fact.value, PLAIN):
@@ -152,7 +156,7 @@ class FactCheck:
         self._dicts = list(versioned.values())
         self._versions = dict_versions.versions_of(self._dicts) if self._dicts else []
         self._num_handles[0] = RemovableHandle.next_id
-        self._holds = self._generated(looked_at, rotating)
+        self._holds = self._generated(looked_at, rotating, large)
         self._is_armed = True
 
     def _strike(self) -> None:
@@ -165,7 +169,9 @@ class FactCheck:
                 if self._strikes[id(one)] >= _MAX_STRIKES:
                     self._by_value.add(id(one))
 
-    def _generated(self, looked_at: Sequence[Fact], rotating: Sequence[Fact]) -> Callable[[], bool]:
+    def _generated(
+        self, looked_at: Sequence[Fact], rotating: Sequence[Fact], large: Sequence[Fact]
+    ) -> Callable[[], bool]:
         code = _Generated()
         guard = _state_guard()
         if guard is not None:
@@ -181,12 +187,9 @@ class FactCheck:
             code.terms.append(f"{code.name(check)}.holds" if isinstance(check, Unchanged) else f"{code.name(check)}()")
         for fact in looked_at:
             code.add(fact)
-        turns = list(_turns(rotating))
-        if turns:
-            code.terms.append(f"{code.name(itertools.cycle(turns).__next__)}()()")
-        layouts = list(_layouts(rotating))
-        if layouts:
-            code.terms.append(f"{code.name(itertools.cycle(layouts).__next__)}()()")
+        for turns in (list(_turns(rotating)), list(_layouts(rotating)), list(_spread(large))):
+            if turns:
+                code.terms.append(f"{code.name(itertools.cycle(turns).__next__)}()()")
         return code.compiled()
 
 
@@ -232,6 +235,18 @@ def _layouts(facts: Sequence[Fact]) -> Iterator[Callable[[], bool]]:
             code.add_layout(fact)
         yield code.compiled()
         yield from (_holds,) * max(0, min(3, WINDOW // num_turns - 1))
+
+
+def _spread(facts: Sequence[Fact]) -> Iterator[Callable[[], bool]]:
+    """Checks of one fact each, evenly over the window; the calls between have none."""
+    if not facts:
+        return
+    for turn in range(WINDOW):
+        first, last = (place * len(facts) // WINDOW for place in (turn, turn + 1))
+        code = _Generated()
+        for fact in facts[first:last]:
+            code.add(fact)
+        yield code.compiled() if first < last else _holds
 
 
 def _holds() -> bool:
