@@ -12,6 +12,8 @@ are apart.
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +31,7 @@ from phonograph.bench.workloads import Prompts
 from phonograph.devices import Device, open_device
 from phonograph.engine.checkpoints import random_checkpoint
 from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.step_timing import ALL_OF_FIRST, EVERY, StepTiming
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.process.core_loop import STATS_SECONDS
@@ -91,17 +94,15 @@ def alone(llm: LLM, rounds: int) -> Figures:
     begun.record()
     done.record()
     device.synchronize()
-    seconds, phase = executor.device_seconds.copy(), runner.phase.name
+    phase, timing = runner.phase.name, StepTiming(device, 4)
     counts, updates = Counts(), [()] * _SEQS
-
-    def add_device_time() -> None:
-        seconds[phase, "replay"] += done.seconds_since(begun)
-
-    spare = device.fence(timed=True)
+    measured = itertools.cycle([begun, *[None] * (EVERY - 1)])
+    for _ in range(ALL_OF_FIRST):
+        timing.begin(phase, "plain")
     calls: dict[str, Callable[[], object]] = {
         "replays and rows by key": lambda: counted.count_replay(key, _SEQS),
-        "device time: the fence before a step": spare.record,
-        "device time: read and added": add_device_time,
+        "device time: the fence before every eighth step": lambda: timing.begin(phase, "plain"),
+        "device time: read and added": lambda: timing.add((phase, "replay", "plain"), next(measured), done),
         "steps and tokens": lambda: counts.count(updates),
         "whether stats are due": lambda: time.monotonic() >= STATS_SECONDS,
     }
@@ -133,10 +134,8 @@ def uncounted(executor: Executor) -> Iterator[None]:
     with ExitStack() as stack:
         for runner in executor.runners.values():
             stack.enter_context(patch.object(runner, "stats", Uncounted()))
-        for fence in executor._begun:
-            stack.enter_context(patch.object(fence, "record", lambda: None))
-        for block in executor._readback._blocks:
-            stack.enter_context(patch.object(block.done, "seconds_since", lambda earlier: 0.0))
+        stack.enter_context(patch.object(executor.timing, "begin", lambda phase, kind: None))
+        stack.enter_context(patch.object(executor.timing, "add", lambda step, begun, done: None))
         yield
 
 
@@ -159,6 +158,7 @@ def compared(counted: Callable[[], float], without: Callable[[], float], rounds:
 def by_steps(llm: LLM, rounds: int) -> Figures:
     """Steady decode steps of an engine; the device is drained before each, so that the host's work alone is timed."""
     driver, prompts = EngineDriver(llm), Prompts(llm.executor.vocab)
+    llm.executor.timing.every = EVERY  # as in service; of which each mean has one
 
     def counted() -> float:
         driver.seat([prompts.one(9) for _ in range(_SEQS)], 2 * _STEPS)
@@ -170,7 +170,7 @@ def by_steps(llm: LLM, rounds: int) -> Figures:
             driver.step()
             times.append(time.thread_time() - begin)
         driver.drain()
-        return min(times)
+        return min(statistics.fmean(times[at : at + EVERY]) for at in range(0, _STEPS - EVERY + 1, EVERY))
 
     def without() -> float:
         with uncounted(llm.executor):

@@ -50,6 +50,7 @@ class EngineDriver:
         self._core = llm.core
         self._device = llm.device
         self._executor = llm.executor
+        self._executor.timing.every = 1
         self._numbers = itertools.count()
 
     def add(self, prompt: Ids, new_tokens: int, due: float = 0.0) -> Sequence:

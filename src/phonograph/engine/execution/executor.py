@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -17,6 +15,7 @@ from phonograph.engine.execution.reproducer_files import EngineState
 from phonograph.engine.execution.shadow import Shadow, Shadowing, expect_exact
 from phonograph.engine.execution.step_builder import StepTables
 from phonograph.engine.execution.step_order import StepOrder
+from phonograph.engine.execution.step_timing import StepTiming
 from phonograph.engine.models.interface import Model
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.column_use import check_column_use
@@ -24,7 +23,7 @@ from phonograph.engine.passes.readback import Pending, Picked, Readback
 from phonograph.engine.passes.registry import HEARTBEAT, PASSES, PassDeclaration
 from phonograph.engine.passes.step import Step, Undone
 from phonograph.engine.requests.limits import Limits
-from phonograph.engine.requests.step import Sampled, StepKind, kind_of
+from phonograph.engine.requests.step import Sampled, kind_of
 from phonograph.engine.sampling.sampler import Sampler, check_declared
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE, TOKEN_MASKS
@@ -52,15 +51,9 @@ class Launched:
     phase: str
     path: str
     """`replay` or `eager`."""
-    begun: Fence
+    begun: Fence | None
+    """Where its device time is measured."""
     pending: Pending
-
-
-class PassTime(NamedTuple):
-    """Passes whose results were read, and the device time of all of them."""
-
-    passes: int = 0
-    seconds: float = 0.0
 
 
 class Executor:
@@ -95,10 +88,6 @@ class Executor:
         self.tables = RequestTables(device, (*PLACE, *sampler.columns, *PENALTIES, *MASKS, *TOKEN_MASKS, *own), sizes)
         by_row = {column.name: self.tables[column.name] for column in model.columns}
         self.cache = replace(self.cache, by_row=by_row) if by_row else self.cache
-        self.device_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
-        """Time on the device by phase and path; grows as results are read."""
-        self.pass_times: defaultdict[tuple[str, StepKind], PassTime] = defaultdict(PassTime)
-        """The same, with the number of passes, by phase and kind of step."""
         plans = {one.name: _within(plan.phase(one.name), one.limit(limits)) for one in passes}
         self.parts = PassParts(
             model, sampler, self.tables, self.cache, beside, limits, any(one.gives_states for one in passes)
@@ -120,8 +109,8 @@ class Executor:
             most = limits.max_seqs * limits.tokens_per_row
             pooled = (limits.max_seqs, model.config.hidden) if any(one.pools for one in passes) else None
             self._readback = Readback(device, most, depth, limits.num_places, pooled)
-        self._begun = [device.fence(timed=True) for _ in range(depth)]
-        self._num_launched = 0
+        self.timing = StepTiming(device, depth)
+        self.device_seconds, self.pass_times = self.timing.seconds, self.timing.passes
         self._order = StepOrder()
         self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config, model.weights)
         if shadow is not None:
@@ -212,9 +201,7 @@ class Executor:
         Each step is launched once, in the order in which they were built.
         """
         self._order.take(step)
-        begun = self._begun[self._num_launched % len(self._begun)]
-        self._num_launched += 1
-        begun.record()
+        begun = self.timing.begin(step.pass_name, kind_of(step.tokens_per_row))
         if step.updates is not None:
             self.tables.apply(step.updates)
         runner = self.runners[step.pass_name]
@@ -235,11 +222,8 @@ class Executor:
             order.check_collect(step)
         sampled = launched.pending.wait()
         order.collected = step.serial
-        seconds = launched.pending.fence.seconds_since(launched.begun)
-        self.device_seconds[launched.phase, launched.path] += seconds
-        kind = launched.phase, kind_of(step.tokens_per_row)
-        passes, before = self.pass_times[kind]
-        self.pass_times[kind] = PassTime(passes + 1, before + seconds)
+        kind = kind_of(step.tokens_per_row)
+        self.timing.add((launched.phase, launched.path, kind), launched.begun, launched.pending.fence)
         return sampled
 
     @torch.inference_mode()

@@ -12,7 +12,8 @@ import torch
 from phonograph.engine.checkpoints import Checkpoint, shipped_head
 from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
 from phonograph.engine.checkpoints.mtp import MtpCheckpoint, has_modules
-from phonograph.engine.execution.executor import Executor, PassTime
+from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.step_timing import PassTime
 from phonograph.engine.models.interface import Model
 from phonograph.engine.options import EngineOptions, SpeculateWhen
 from phonograph.engine.passes.drafting import Drafting

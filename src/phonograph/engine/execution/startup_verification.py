@@ -28,7 +28,9 @@ def verify_recordings(
     executor: Executor, mode: VerifyMode, reports: Sequence[CaptureReport], progress: Progress
 ) -> dict[str, VerifyReport]:
     """What was found, by phase; phases without recordings have nothing to check."""
-    recorded = {name: runner for name, runner in executor.runners.items() if runner.captured}
+    # The largest first: what is looked at in any case takes longest there, and the others have what it leaves.
+    largest = sorted(executor.runners.items(), key=lambda one: -max((key.size for key in one[1].captured), default=0))
+    recorded = {name: runner for name, runner in largest if runner.captured}
     if mode == "fast":
         recorded = {name: runner for name, runner in recorded.items() if executor.passes[name].declared.serves}
     if mode == "off":
