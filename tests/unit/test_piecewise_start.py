@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from phonograph import LLM, Phase, PhasePlan, Runner, Slot, Stage, current, opaque
+from phonograph import LLM, Phase, PhasePlan, Runner, Slot, Stage, current, graphed, opaque
 from phonograph.devices import EmulatedDevice
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.models.config import SHAPES
@@ -223,6 +223,35 @@ def test_a_replay_that_differs_from_what_was_recorded_is_compared_with_the_body(
     (check,) = (check for check in found.checks if check.name == "same view")
     assert not check.passed
     assert rounded.runs[Stage.EAGER, 8] > 2
+
+
+def test_memory_that_compiled_code_has_for_itself_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers take it from the allocator, past the ops, and compute into it by ops."""
+    scratch = torch.zeros(64)
+
+    def with_scratch(module: fx.GraphModule) -> Callable[..., Any]:
+        def run(*args: Any) -> tuple[torch.Tensor, ...]:
+            found: tuple[torch.Tensor, ...] = module.forward(*args)
+            torch.add(found[0].flatten()[:4], 1, out=scratch[:4])
+            return found
+
+        return run
+
+    monkeypatch.setitem(COMPILERS, "inductor", with_scratch)
+    device, state = EmulatedDevice(), torch.zeros(4)
+    device.capabilities = replace(device.capabilities, compilers=frozenset(COMPILERS))
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        state.add_(x[0])
+        return x * 2
+
+    slots = [Slot("x", ("seqs", 4), torch.float32)]
+    compiled: dict[str, Any] = {"backend": "tc_piecewise", "tc_compiler": "inductor"}
+    run = graphed(body, slots=slots, bucketed="seqs", buckets=[2, 4], device=device, **compiled)
+    assert not run.capture().failures
+    assert not state.any(), "what the body writes is put back"
+    torch.testing.assert_close(run(x=torch.ones(4, 4)), torch.full((4, 4), 2.0))
+    assert state.eq(1).all()
 
 
 def reads_in_warm_ups(module: fx.GraphModule) -> Callable[..., Any]:

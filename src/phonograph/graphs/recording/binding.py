@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -101,7 +101,9 @@ class Binder:
         """A body to run once, to see what it does; what it writes is put back."""
         bound = self.bound(key, Stage.WARMING, drawn, as_written=as_written, noting=noting)
         if self.phase.preserve is None:
-            with entering(bound.now), self.state.watching():
+            # Compiled code has memory of its own that no op makes; what the body writes was found in its own runs.
+            is_seen = as_written or self.made is None or self.backend.is_exact
+            with entering(bound.now), self.state.watching() if is_seen else nullcontext():
                 yield bound
         else:
             with entering(bound.now), self.phase.preserve(bound.batch) as preserved:
