@@ -100,7 +100,7 @@ def graphs_and_eager(model: RandomCheckpoint | None, dtype: torch.dtype, new_tok
             "captures": [str(r).splitlines()[-1] for r in llm.reports if r.rows],
             "tokens_per_s_32_seqs": rate(partial(llm.generate, given, params), 32 * new_tokens),
             "tokens_per_s_1_seq": rate(partial(llm.generate, given[:1], params), new_tokens),
-            "device_seconds": {" ".join(key): round(value, 3) for key, value in llm.executor.device_seconds.items()},
+            "device_seconds": {" ".join(key): round(value, 3) for key, value in llm.executor.timing.seconds.items()},
         }
         if name == "graphs":
             runners = llm.executor.runners.values()

@@ -180,8 +180,8 @@ def test_time_on_the_device_is_told_by_phase_and_path(device: Device) -> None:
     for backend, path in (("full", "replay"), ("disabled", "eager")):
         llm = make(device, backend)
         tokens(llm)
-        assert set(llm.executor.device_seconds) == {("decode", path), ("prefill", path)}
-        assert all(0 < seconds < 60 for seconds in llm.executor.device_seconds.values())
+        assert set(llm.executor.timing.seconds) == {("decode", path), ("prefill", path)}
+        assert all(0 < seconds < 60 for seconds in llm.executor.timing.seconds.values())
 
 
 def test_an_idle_pass_touches_nobody(device: Device) -> None:

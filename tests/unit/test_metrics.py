@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 import statuses
 from phonograph import Reason
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.execution.step_timing import StepTiming
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
@@ -113,7 +114,7 @@ def test_a_failed_capture_is_a_recording_with_an_error() -> None:
 
 def test_device_seconds_go_to_their_phase(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {("decode", "replay"): 1.5, ("decode", "eager"): 0.25, ("prefill", "replay"): 2.0}
-    monkeypatch.setattr(llm.executor, "device_seconds", seconds, raising=False)
+    monkeypatch.setattr(StepTiming, "seconds", seconds)
     assert phases(llm)["decode"].device_seconds == {"replay": 1.5, "eager": 0.25}
     assert phases(llm)["prefill"].device_seconds == {"replay": 2.0}
 

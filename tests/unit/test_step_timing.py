@@ -47,5 +47,5 @@ def test_a_step_that_is_not_measured_counts_as_the_last_that_was() -> None:
     timing.add(("decode", "eager", "plain"), None, long)
     assert short.asked == [begun]
     assert long.asked == [begun]
-    assert dict(timing.seconds) == {("decode", "replay"): 5.0, ("decode", "eager"): 3.0}
+    assert timing.seconds == {("decode", "replay"): 5.0, ("decode", "eager"): 3.0}
     assert timing.passes["decode", "plain"] == PassTime(4, 8.0)

@@ -122,6 +122,8 @@ class Animal:
     """Whether one line is at fault, which must be named."""
     harmless: str = ""
     """Why there is nothing to tell: how the product serves it right, where graphs made by hand do not."""
+    harmless_on_gpu: str = ""
+    """The same, where only a GPU has nothing to tell."""
     differs_by_itself: bool = False
     """Whether two eager runs differ, so that only a refusal of all recordings counts."""
     open: str = ""
@@ -131,6 +133,9 @@ class Animal:
     """Whether it ends the device's context, and all tests after it."""
     open_on_gpu: str | None = None
     """As `open`, where it is another on a GPU."""
+
+    def harmless_on(self, device: str) -> str:
+        return self.harmless or (self.harmless_on_gpu if device == "cuda" else "")
 
     def open_on(self, device: str) -> str:
         return self.open_on_gpu if device == "cuda" and self.open_on_gpu is not None else self.open

@@ -162,7 +162,7 @@ def scratch_made_when_needed(on: torch.device) -> Subject:
 
     def calls(run: Run) -> None:
         run(x=rows(on, 8, 1))
-        run(x=rows(on, 65, 2))
+        run(x=rows(on, 200, 2))
         others.extend(torch.zeros(128, 64, device=on) for _ in range(16))
         run(x=rows(on, 8, 3))
 

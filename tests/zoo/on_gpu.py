@@ -14,7 +14,7 @@ from zoo.python_values import changed
 OPS, OTHER = Mechanism.OPS, Mechanism.OTHER
 
 
-@bug(OPS, names="stream|unjoined|capture", has_line=False, needs_gpu=True)
+@bug(OPS, harmless="the device joins side streams at the end of a recording", needs_gpu=True)
 def side_stream_not_joined(on: torch.device) -> Subject:
     """Work is put on a side stream, and the main one never waits for it."""
     side = torch.cuda.Stream()
@@ -64,7 +64,7 @@ def host_tensor_copied_in_the_body(on: torch.device) -> Subject:
     return Subject(step, calls)
 
 
-@bug(OTHER, names="capturing", has_line=False, needs_gpu=True)
+@bug(OTHER, names="same view", has_line=False, needs_gpu=True)
 def other_path_while_capturing(on: torch.device) -> Subject:
     """A library takes a path without checks, that rounds, while a stream is captured."""
 

@@ -135,7 +135,7 @@ def last_row_is_padding(on: torch.device) -> Subject:
     return repeated(lambda x: x[-1] * 2, on)
 
 
-@bug(OUTPUTS)
+@bug(OUTPUTS, harmless_on_gpu="draws of up to some thousand numbers advance a GPU's generator equally, padded or not")
 def random_numbers_shifted_by_padding(on: torch.device) -> Subject:
     """Two draws in a row: the second begins where the first, padded one, has ended."""
 

@@ -137,4 +137,4 @@ class EngineDriver:
     @property
     def device_total(self) -> float:
         """Seconds on the device of all steps that were collected so far."""
-        return sum(self._executor.device_seconds.values())
+        return sum(self._executor.timing.seconds.values())

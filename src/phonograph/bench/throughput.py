@@ -50,11 +50,12 @@ def _measure_backend(bench: Bench, backend: str, *, is_first: bool) -> None:
 def _measure_w1(bench: Bench, llm: LLM, batch: Batch, backend: str) -> None:
     runs, busy = [], {}
     for _ in range(bench.choose("runs", 2, 2)):
-        llm.executor.device_seconds.clear()
+        spent = llm.executor.timing.seconds
         before, begin = llm.core.scheduler.counts, time.perf_counter()
         done = llm.generate(list(batch.prompts), greedy(batch.new_tokens))
         runs.append(time.perf_counter() - begin)
-        busy = {" ".join(key): rounded(value) for key, value in llm.executor.device_seconds.items()}
+        total = llm.executor.timing.seconds
+        busy = {" ".join(key): rounded(value - spent.get(key, 0.0)) for key, value in total.items()}
         preempted = llm.core.scheduler.counts.preemptions - before.preemptions
     num_tokens = sum(len(completion.tokens) for completion in done)
     figures = {

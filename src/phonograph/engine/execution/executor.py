@@ -110,7 +110,6 @@ class Executor:
             pooled = (limits.max_seqs, model.config.hidden) if any(one.pools for one in passes) else None
             self._readback = Readback(device, most, depth, limits.num_places, pooled)
         self.timing = StepTiming(device, depth)
-        self.device_seconds, self.pass_times = self.timing.seconds, self.timing.passes
         self._order = StepOrder()
         self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config, model.weights)
         if shadow is not None:

@@ -126,7 +126,7 @@ def measured_costs(runner: Runner) -> StepCosts | None:
 def round_times(executor: Executor) -> dict[StepKind, PassTime]:
     """Device time of rounds and of plain steps without prompts among them, of those that there were."""
     kinds: tuple[StepKind, ...] = ("round", "plain")
-    found = {kind: executor.pass_times.get((TARGET_VERIFY.name, kind), PassTime()) for kind in kinds}
+    found = {kind: executor.timing.passes.get((TARGET_VERIFY.name, kind), PassTime()) for kind in kinds}
     return {kind: time for kind, time in found.items() if time.passes}
 
 

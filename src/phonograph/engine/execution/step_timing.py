@@ -10,8 +10,8 @@ from phonograph.engine.requests.step import StepKind
 
 ALL_OF_FIRST = 16
 EVERY = 8
-"""Of the first steps of a kind all are measured, then every eighth: two fences that know when they were reached take a
-step 8 µs, of 50 that a tiny one has."""
+"""Of the first steps of a kind all are measured, then every eighth: two fences that know when they were reached cost
+3 µs of host time a step, and more on the device."""
 
 
 class PassTime(NamedTuple):
@@ -21,6 +21,18 @@ class PassTime(NamedTuple):
     seconds: float = 0.0
 
 
+class _Steps:
+    """Steps of one kind."""
+
+    __slots__ = ("last", "passes", "seconds")
+
+    def __init__(self, last: float = 0.0) -> None:
+        self.last = last
+        """The device time of the last one that was measured."""
+        self.passes = 0
+        self.seconds = 0.0
+
+
 class StepTiming:
     """A step that is not measured counts as long as the last of its phase, path and kind that was; or on any path."""
 
@@ -28,20 +40,16 @@ class StepTiming:
         """`depth` is the number of steps that may be in flight."""
         self._fences = [device.fence(timed=True) for _ in range(depth)]
         self._num_fences = 0
-        self._launched: defaultdict[tuple[str, StepKind], int] = defaultdict(int)
-        self._last: dict[tuple[str, str, StepKind], float] = {}
-        """By phase, path and kind; with no path, on any."""
+        self._launched: dict[tuple[str, StepKind], int] = {}
+        self._steps: dict[tuple[str, str, StepKind], _Steps] = {}
         self.every = EVERY
         """1 measures all steps, as benchmarks do."""
-        self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
-        """By phase and path (`replay` or `eager`)."""
-        self.passes: defaultdict[tuple[str, StepKind], PassTime] = defaultdict(PassTime)
-        """The same, with the number of passes, by phase and kind of step."""
 
     def begin(self, phase: str, kind: StepKind) -> Fence | None:
         """A fence that is put before a step which is to be measured."""
-        count = self._launched[phase, kind]
-        self._launched[phase, kind] = count + 1
+        key = phase, kind
+        count = self._launched.get(key, 0)
+        self._launched[key] = count + 1
         if count >= ALL_OF_FIRST and count % self.every:
             return None
         fence = self._fences[self._num_fences % len(self._fences)]
@@ -50,11 +58,33 @@ class StepTiming:
         return fence
 
     def add(self, step: tuple[str, str, StepKind], begun: Fence | None, done: Fence) -> None:
-        """A step of a phase, path and kind whose results were read."""
-        phase, path, kind = step
+        """A step of a phase, path (`replay` or `eager`) and kind whose results were read."""
+        steps = self._steps.get(step)
+        if steps is None:
+            steps = self._steps[step] = _Steps(self._last_of(step))
         if begun is not None:
-            self._last[step] = self._last[phase, "", kind] = done.seconds_since(begun)
-        seconds = self._last.get(step, self._last.get((phase, "", kind), 0.0))
-        self.seconds[phase, path] += seconds
-        passes, before = self.passes[phase, kind]
-        self.passes[phase, kind] = PassTime(passes + 1, before + seconds)
+            steps.last = done.seconds_since(begun)
+        steps.passes += 1
+        steps.seconds += steps.last
+
+    def _last_of(self, step: tuple[str, str, StepKind]) -> float:
+        """As long as the last of the kind on another path."""
+        alike = [found.last for (phase, _, kind), found in self._steps.items() if (phase, kind) == (step[0], step[2])]
+        return alike[-1] if alike else 0.0
+
+    @property
+    def seconds(self) -> dict[tuple[str, str], float]:
+        """Device time by phase and path; it grows as results are read."""
+        found: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for (phase, path, _), steps in self._steps.items():
+            found[phase, path] += steps.seconds
+        return dict(found)
+
+    @property
+    def passes(self) -> dict[tuple[str, StepKind], PassTime]:
+        """The same, with the number of passes, by phase and kind of step."""
+        found: defaultdict[tuple[str, StepKind], PassTime] = defaultdict(PassTime)
+        for (phase, _, kind), steps in self._steps.items():
+            passes, seconds = found[phase, kind]
+            found[phase, kind] = PassTime(passes + steps.passes, seconds + steps.seconds)
+        return dict(found)

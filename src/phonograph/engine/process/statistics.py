@@ -169,14 +169,13 @@ class EngineStats(msgspec.Struct, frozen=True):
 def engine_stats(core: EngineCore[Executor]) -> EngineStats:
     """Gather all figures; reads counters only, so it can be called between any two steps."""
     counts, limits, executor = core.scheduler.counts, core.scheduler.limits, core.executor
-    shadow = executor.shadow
+    shadow, seconds = executor.shadow, executor.timing.seconds
     return EngineStats(
         clock=time.monotonic(),
         total_pages=limits.num_pages - 1,
         page_size=limits.page_size,
         phases=tuple(
-            phase_stats(name, runner, executor.device_seconds, executor.coverage_of(name))
-            for name, runner in executor.runners.items()
+            phase_stats(name, runner, seconds, executor.coverage_of(name)) for name, runner in executor.runners.items()
         ),
         shadow_checks=shadow.num_checked if shadow is not None else 0,
         shadow_mismatches=shadow.num_wrong if shadow is not None else 0,
