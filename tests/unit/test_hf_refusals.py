@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,7 +17,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from adapted import ALSO_SERVED, SERVED, VOCAB, made, saved
+from adapted import ALSO_SERVED, SERVED, VOCAB, greedy, made, saved
+from phonograph import LLM, EngineOptions, SamplingParams
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.models.interface import Model, ModelParts
@@ -41,6 +43,57 @@ def rewrite(path: Path, **values: Any) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return saved(made(SERVED["Gemma 2"]), tmp_path)
+
+
+class TestNotNative:
+    """What native layers of an architecture do not compute, and transformers does."""
+
+    ASKED: ClassVar[dict[str, dict[str, Any]]] = {
+        "hidden_act is 'gelu'; supported is silu": {"hidden_act": "gelu"},
+        "partial_rotary_factor is 0.5; supported is 1": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        },
+        "rope_type is 'longrope'; supported are": {
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+                "short_factor": [1.0, 2.0, 3.0, 4.0], "long_factor": [4.0] * 4,
+            },
+        },
+    }  # fmt: skip
+
+    def folder(self, tmp_path: Path, **values: Any) -> tuple[Path, Any]:
+        sizes = {**SERVED["Llama"].config().to_dict(), "head_dim": 8, **values}
+        model = made(replace(SERVED["Llama"], config=lambda: transformers.LlamaConfig(**sizes)))
+        return saved(model, tmp_path), model
+
+    @pytest.mark.parametrize("problem", ASKED)
+    def test_auto_takes_the_layers_of_transformers(self, tmp_path: Path, problem: str) -> None:
+        folder, model = self.folder(tmp_path, **self.ASKED[problem])
+        llm = LLM(folder, device="cpu", options=EngineOptions(max_seqs=2, max_tokens=16, max_len=40))
+        assert llm.implementation.startswith("hf: LlamaForCausalLM of transformers ")
+        assert f"; not native: {problem}" in llm.explain()
+        greedily = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        assert llm.generate([[5, 9, 11]], greedily)[0].tokens == greedy(model, [5, 9, 11], 6)
+        with pytest.raises(CheckpointError, match=rf"{problem}.*--model-impl hf"):
+            open_checkpoint(folder, "native")
+
+    def test_without_transformers_its_layers_are_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder, _ = self.folder(tmp_path, hidden_act="gelu")
+        monkeypatch.setattr("phonograph.engine.checkpoints.find_spec", lambda name: None)
+        with pytest.raises(CheckpointError, match=r"hidden_act is 'gelu'.*--model-impl hf"):
+            open_checkpoint(folder)
+
+    def test_what_transformers_ignores_is_refused_all_the_same(self, tmp_path: Path) -> None:
+        folder, _ = self.folder(tmp_path, hidden_act="gelu")
+        rewrite(folder / "config.json", attention_multiplier=0.5)
+        with pytest.raises(CheckpointError, match=r"attention_multiplier is 0\.5, which this decoder does not compute"):
+            open_checkpoint(folder)
+
+    def test_an_activation_that_nobody_knows(self, tmp_path: Path) -> None:
+        folder, _ = self.folder(tmp_path)
+        rewrite(folder / "config.json", hidden_act="none_such")
+        with pytest.raises(CheckpointError, match=r"it can't be made as a causal language model \(.*none_such"):
+            open_checkpoint(folder).config  # noqa: B018
 
 
 class TestWeights:

@@ -204,11 +204,10 @@ def _bare(config: Any, source: str, *, trust_remote_code: bool) -> Any:
                 dtype=torch.float32,
                 trust_remote_code=trust_remote_code,
             ).eval()
-    except KeyError as error:
-        raise refused(
-            source, "its attention can't be chosen: it is no part of the attention interface", NATIVE
-        ) from error
     except Exception as error:
+        if isinstance(error, KeyError) and attention.NAME in error.args:  # a table of classes by their attention
+            problem = "its attention can't be chosen: it is no part of the attention interface"
+            raise refused(source, problem, NATIVE) from error
         raise refused(source, f"it can't be made as a causal language model ({first_line(error)})", NATIVE) from error
 
 
