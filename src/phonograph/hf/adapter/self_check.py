@@ -77,7 +77,8 @@ def self_check(model: HfModel, source: str) -> SelfCheck:
             source,
             f"{bad} of {count} tokens of a short batch have other logits than with the model's own eager attention (by "
             f"{differences.max().item():.2g} of their spread; at most {most:g} is rounding)",
-            "Its attention, or its positions, are of a kind that ours does not know: use another model.",
+            "Its attention, or its positions, are of a kind that ours does not know, or it looks at its batch as a "
+            "whole: use another model.",
         )
     return SelfCheck(count, differences.max().item(), time.perf_counter() - began, has_windows)
 
