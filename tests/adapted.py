@@ -13,8 +13,8 @@ import torch
 import transformers as hf
 from tokenizers import decoders, models, pre_tokenizers
 
+from phonograph.engine.models.features import NotComputedError
 from phonograph.engine.models.registry import ARCHITECTURES, config_from_hf
-from phonograph.errors import CheckpointError
 
 VOCAB, WINDOW = 80, 6
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -304,8 +304,8 @@ def layers_of(family: Family) -> str:
         return "adapter"
     try:
         config_from_hf(values)
-    except CheckpointError:
-        return "adapter, by `--model-impl hf`"
+    except NotComputedError:
+        return "adapter"
     return "native, or adapter"
 
 

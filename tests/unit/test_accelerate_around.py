@@ -4,6 +4,7 @@ is always that of transformers without it."""
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 from collections.abc import Callable
@@ -426,6 +427,37 @@ def test_a_handle_can_be_copied() -> None:
         assert copied.replays == 5
         copied.undo()
         assert fast.is_installed
+
+
+def test_a_shallow_copy_runs_its_own_model() -> None:
+    """It shares attributes and weights with the model, until it is given others."""
+    model = model_of()
+    wanted = model.generate(prompt(1, 5), **GREEDY)
+    fast = accelerate(model)
+    twin = copy.copy(model)
+    twin._modules = {**model._modules, "lm_head": copy.deepcopy(model.lm_head)}
+    with torch.no_grad():
+        twin.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    plain = model_of()
+    plain.lm_head = twin.lm_head
+    assert torch.equal(twin.generate(prompt(1, 5), **GREEDY), plain.generate(prompt(1, 5), **GREEDY))
+    assert fast.generations == 0
+    assert set(vars(model)) - set(vars(twin)) >= {"generate", "__getstate__"}
+    assert torch.equal(model.generate(prompt(1, 5), **GREEDY), wanted)
+    assert fast.replays == 5
+    with accelerate(twin) as other:  # it can be accelerated as any model
+        assert other is not fast
+        assert torch.equal(twin.generate(prompt(1, 5), **GREEDY), plain.generate(prompt(1, 5), **GREEDY))
+        assert other.replays == 5
+    fast.undo()
+    assert "__getstate__" not in vars(model)
+
+
+def test_a_shallow_copy_keeps_what_others_have_put_over_generate() -> None:
+    model = model_of()
+    model.generate = own = functools.partial(type(model).generate, model)
+    accelerate(model)
+    assert copy.copy(model).generate is own
 
 
 # -- what is said -------------------------------------------------------------------------------------------------

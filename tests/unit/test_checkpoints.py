@@ -210,7 +210,7 @@ class TestRefusedFolders:
     )
     def test_a_config_that_can_not_be(self, folder: Path, changes: dict[str, object], parts: list[str]) -> None:
         edit(folder / "config.json", **changes)
-        refused(folder, *parts)
+        refused(folder, *parts, model_impl="native")
 
     @pytest.mark.parametrize(
         ("changes", "parts"),

@@ -90,7 +90,8 @@ class TestOutline:
         ("kind", "values", "problem"),
         [
             ("bert", {}, "BertSelfAttention looks at tokens after its own"),
-            ("bart", {"encoder_layers": 2}, "10 layers of BartForCausalLM are more than the 2 of its configuration"),
+            ("bart", {"encoder_layers": 2}, "in 12 layers, and the 2 of its configuration are the encoder's"),
+            ("bart", {"decoder_layers": 2}, "in 2 layers, and the 12 of its configuration are the encoder's"),
             ("diffllama", {"num_hidden_layers": 2}, "a layer of DiffLlamaForCausalLM attends 2 times"),
             ("musicgen", {}, "several models of text"),
         ],

@@ -195,6 +195,34 @@ class TestWhatIsNotComputed:
             config_from_hf({**BASE, name: value})
         assert config_from_hf({**BASE, name: neutral}) == config_from_hf(BASE)
 
+    @pytest.mark.parametrize(
+        ("name", "value", "neutral"),
+        [
+            ("sliding_window", 32, 128),
+            ("attention_chunk_size", 32, 128),
+            ("layer_types", ["full_attention", "sliding_attention", "full_attention"], ["full_attention"] * 3),
+        ],
+    )
+    def test_a_window_that_no_layer_has_is_refused(self, name: str, value: object, neutral: object) -> None:
+        """transformers' layers of a Llama compute none, but its cache cuts at any that a configuration has."""
+        with pytest.raises(CheckpointError, match=f"{name} .*, which the layers of a LlamaForCausalLM do not compute"):
+            config_from_hf({**BASE, name: value})
+        for other in (None, neutral):
+            assert config_from_hf({**BASE, name: other}) == config_from_hf(BASE)
+
+    @pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3"])
+    @pytest.mark.parametrize("changes", [{"attention_chunk_size": 32}, {"layer_types": ["chunked_attention"] * 3}])
+    def test_chunks_are_refused(self, kind: str, changes: dict[str, object]) -> None:
+        base = {**BASE, "model_type": kind.lower(), "architectures": [f"{kind}ForCausalLM"], "sliding_window": None}
+        assert config_from_hf(base).sliding_window is None
+        with pytest.raises(CheckpointError, match=f"which the layers of a {kind}ForCausalLM do not compute"):
+            config_from_hf({**base, **changes})
+
+    def test_a_window_that_is_switched_off_is_none(self) -> None:
+        """As configurations that were converted from a Qwen have it."""
+        converted = {"sliding_window": 32, "use_sliding_window": False}
+        assert config_from_hf({**BASE, **converted}) == config_from_hf(BASE)
+
     def test_unknown_fields_are_reported_by_name(self, caplog: pytest.LogCaptureFixture) -> None:
         known = {"use_cache": True, "initializer_range": 0.02, "temperature": 0.6, "_name_or_path": "x"}
         with caplog.at_level(logging.WARNING, "phonograph"):

@@ -87,7 +87,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--model-impl",
         choices=("auto", "native", "hf"),
         default="auto",
-        help="model implementation: native layers, those of transformers (hf), or native where there are some (auto)",
+        help="model implementation: native layers, those of transformers (hf), or native where these compute it (auto)",
     )
     parser.add_argument(
         "--trust-remote-code",

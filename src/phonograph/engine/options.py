@@ -18,7 +18,7 @@ KernelsName = Literal["reference", "cpu", "triton"]
 AttentionName = Literal[KernelsName, "flashinfer"]
 """As for kernels; or FlashInfer for prompts, which it plans on the host, and Triton for decode steps."""
 ModelImplementation = Literal["auto", "native", "hf"]
-"""Layers of our own, those of transformers, or ours where there are some for the architecture."""
+"""Layers of our own, those of transformers, or ours where they compute what the model asks for."""
 VerifyMode = Literal["fast", "all", "off"]
 """A few recordings of each phase and product of axes, every recording, or none."""
 MAX_DEPTH = 15
@@ -98,7 +98,7 @@ class EngineOptions:
     """Whether requests may ask for hidden states: decode steps have recordings with and without them."""
 
     model_impl: ModelImplementation = "auto"
-    """The model implementation: native layers, those of transformers, or native where there are some (auto)."""
+    """The model implementation: native layers, those of transformers, or native where these compute it (auto)."""
     trust_remote_code: bool = False
     """Whether Python code from a checkpoint's folder may be run."""
     hf_layers: str | None = None

@@ -6,11 +6,9 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_any, tree_map
 
 from phonograph.devices import open_device
 from phonograph.errors import DeclarationError, DeviceError
@@ -23,58 +21,25 @@ except ImportError:
 
 from phonograph.hf.admission import PREPARE, otherwise_asked, prepares_as_usual, refusal
 from phonograph.hf.decode_recording import DecodeRecording, StepForm, as_they_are, form_of
-from phonograph.hf.generation_cache import CACHE, GenerationCache
+from phonograph.hf.generate_call import GenerateCall
+from phonograph.hf.generation_cache import CACHE
 from phonograph.hf.held_caches import HeldCache, HeldCaches
-from phonograph.hf.replacement import Replacement, replacements_of
+from phonograph.hf.replacement import CopiedState, Replacement, replacements_of
 
 log = logging.getLogger("phonograph")
 
 _PATCHED = (
     "generate", "_prepare_cache_for_generation", "prepare_inputs_for_generation", "_valid_auto_compile_criteria",
-    "get_compiled_call",
+    "get_compiled_call", "__getstate__",
 )  # fmt: skip
-"""Methods of a model that are replaced: those by which `generate` gets its cache, a step's inputs, and its runner."""
+"""Methods of a model that are replaced: those by which `generate` gets its cache, a step's inputs, and its runner; and
+the one by which the model is copied."""
 _PREVIOUS = "_previous_max_cache_length"
 _FIRST = "the first step of a kind is taken to see whether the second is like it"
 _COMPARED = "what is recorded is compared with a step that is not"
 _UNDER_WAY = "another generate of this model is under way"
 _PAST = "generate was called past the model: as type(model).generate, or as generate.__wrapped__"
 _SECOND = "one call of generate began two generations, and its cache serves the first"
-
-
-@dataclass(eq=False)
-class _Call:
-    """A call of `generate` that is under way in this thread."""
-
-    declined: str | None
-    is_decided: bool = False
-    """Whether it was given a cache, or a reason why not."""
-    entry: HeldCache | None = None
-    static_len: int | None = None
-    """Of the static cache that was asked for; None where transformers would have made one that grows."""
-    last_form: StepForm | None = None
-    """That of the step before; None before the first."""
-    is_asked: bool = False
-    """Whether the next lookup of a step's runner is this generation's."""
-    has_step: bool = False
-    """Whether the generation's loop runs its steps by way of here."""
-    is_step: bool | None = None
-    """Whether the model is called for a token of every sequence next, and not for a part of a prompt; None where the
-    model prepares its inputs itself."""
-    is_raw: bool = False
-    """Whether the inputs of the step are yet to be prepared."""
-
-    def handed_out(self, result: Any) -> Any:
-        """A result with a cache of the caller's own: of the kind that transformers would have made."""
-        if self.entry is None or not tree_any(_is_ours, result):
-            return result
-        cache, length = self.entry.cache, self.static_len
-        theirs = cache.growing() if length is None else cache.static(length)
-        return tree_map(lambda leaf: theirs if _is_ours(leaf) else leaf, result)
-
-
-def _is_ours(leaf: Any) -> bool:
-    return isinstance(leaf, GenerationCache)
 
 
 class Accelerated:
@@ -187,7 +152,7 @@ class Accelerated:
         return self._replacements[name].plain
 
     @property
-    def _call(self) -> _Call | None:
+    def _call(self) -> GenerateCall | None:
         """The call of `generate` that this thread is in."""
         return getattr(self._under_way, "call", None)
 
@@ -197,7 +162,7 @@ class Accelerated:
         outer = self._call
         is_served = self._lock.acquire(blocking=False)
         replays = self.replays
-        call = _Call(otherwise_asked(self.model, args, kwargs) if is_served else _UNDER_WAY)
+        call = GenerateCall(otherwise_asked(self.model, args, kwargs) if is_served else _UNDER_WAY)
         self._under_way.call = call
         try:
             return call.handed_out(self._plain("generate")(*args, **kwargs))
@@ -249,6 +214,11 @@ class Accelerated:
             return self._step
         found: Callable[..., Any] = self._plain("get_compiled_call")(compile_config)
         return found
+
+    def _getstate(self) -> Any:
+        """What a copy of the model gets."""
+        state = self._plain("__getstate__")()
+        return CopiedState(state, self.model) if type(state) is dict else state
 
     # -- deciding -----------------------------------------------------------------------------------------
 

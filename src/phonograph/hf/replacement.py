@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ class Replacement:
     """A method in the place of one of a model; to whoever looks at it, the one that it replaced.
 
     Others may put a wrapper of their own over it, and call it after it was taken back: then it is the method that it
-    replaced. A copy of the model has a copy of it, which calls the copy.
+    replaced. A deep copy of the model has a copy of it, which calls the copy; a shallow one has none (`CopiedState`).
     """
 
     def __init__(self, model: Any, name: str, serve: Callable[..., Any]) -> None:
@@ -57,6 +58,31 @@ class Replacement:
         if name not in _ANSWERED:
             raise AttributeError(f"a replaced method has no attribute {name!r}")
         return getattr(self.plain, name)
+
+
+class CopiedState(dict[str, Any]):
+    """The attributes of a model, for a copy of it.
+
+    A shallow copy would share a replacement, which runs the model that it was made for: it gets what was there before.
+    A deep or a pickled copy gets copies of the replacements.
+    """
+
+    def __init__(self, state: dict[str, Any], model: Any) -> None:
+        super().__init__(state)
+        self.whole = state
+        for name, value in state.items():
+            while isinstance(value, Replacement) and value.model is model:
+                value = value.before  # noqa: PLW2901
+            if value is not None or state[name] is None:
+                self[name] = value
+            else:
+                del self[name]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.whole, memo)
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return dict, (self.whole,)
 
 
 def replacements_of(model: Any, names: tuple[str, ...]) -> list[Replacement]:

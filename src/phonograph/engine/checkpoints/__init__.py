@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.checkpoints.safetensors import SafetensorsCheckpoint
 from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import SHAPES
+from phonograph.engine.models.features import NotComputedError
 from phonograph.engine.models.registry import names_known_architecture
 from phonograph.engine.options import EngineOptions, ModelImplementation
 from phonograph.errors import CheckpointError, PlanError
@@ -48,18 +50,26 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a folder or a GGUF file, or the default model where none is named; reads and checks headers only.
 
-    A folder of an architecture that no family of ours computes, or of any with `hf`, gets its model from transformers.
+    A folder of an architecture that no family of ours computes, or of any with `hf`, gets its model from transformers;
+    so does one of ours that has what only transformers computes, where that is installed.
     Unless it `needs_weights`, a folder may have its configuration alone, as before they are downloaded.
     """
     found = default_model() if path is None else Path(path).expanduser()
     if found.is_dir():
+        not_native = None
         if model_impl == "native" or (model_impl == "auto" and _is_ours(found)):
-            return SafetensorsCheckpoint.open(found, needs_weights=needs_weights)
+            try:
+                return SafetensorsCheckpoint.open(found, needs_weights=needs_weights)
+            except NotComputedError as error:
+                if model_impl == "native" or find_spec("transformers") is None:
+                    raise
+                not_native = error.problem
         from phonograph.hf.adapter.checkpoint import HfCheckpoint
 
-        return HfCheckpoint.open(
+        checkpoint = HfCheckpoint.open(
             found, trust_remote_code=trust_remote_code, layers=hf_layers, needs_weights=needs_weights
         )
+        return replace(checkpoint, not_native=not_native)
     if found.is_file() and found.suffix == ".gguf":
         if model_impl == "hf":
             raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -40,11 +41,11 @@ def load_weights(
             if name in made.parts:
                 sums[name] = made.parts[name].copy_(tensor).sum()
             progress("loading weights", index + 1, len(stored))
-        _refuse_not_finite(checkpoint.source, made.parts, sums)
+        refuse_not_finite(checkpoint.source, made.parts, sums)
     return made.weights
 
 
-def _refuse_not_finite(source: str, places: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
+def refuse_not_finite(source: str, places: Mapping[str, torch.Tensor], sums: Mapping[str, torch.Tensor]) -> None:
     """Refuse NaN and infinite weights; a finite sum, the usual case, shows that every weight is finite."""
     if not sums or bool(torch.stack(list(sums.values())).isfinite().all()):
         return

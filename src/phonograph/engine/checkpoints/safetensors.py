@@ -71,9 +71,7 @@ class SafetensorsCheckpoint:
                 owner[name] = path
         refuse_missing_layers(str(folder), config, len(owner))
         check_tensors(str(folder), config, checkpoint.names)
-        if (folder / ADAPTER).is_file():
-            problem = "the adapter that it describes is not applied, the base weights are served as they are"
-            log.warning("%s: %s. Merge it: peft's merge_and_unload, then save_pretrained.", folder / ADAPTER, problem)
+        warn_of_adapter(folder)
         return checkpoint
 
     @property
@@ -125,6 +123,13 @@ class SafetensorsCheckpoint:
                 f"loading {self.folder}: {name} differs from {other}, but config.json says tie_word_embeddings. "
                 "Set it to false if the model has a head of its own."
             )
+
+
+def warn_of_adapter(folder: Path) -> None:
+    """Say that an adapter, if a folder describes one, is not applied."""
+    if (folder / ADAPTER).is_file():
+        problem = "the adapter that it describes is not applied, the base weights are served as they are"
+        log.warning("%s: %s. Merge it: peft's merge_and_unload, then save_pretrained.", folder / ADAPTER, problem)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

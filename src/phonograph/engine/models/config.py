@@ -210,6 +210,7 @@ def known_ids(fields: Fields, name: str, vocab: int) -> tuple[int, ...]:
 
 def _hf_window(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, frozenset[int]]:
     """The sliding window and the layers that it is for."""
+    _refuse_unknown_windows(fields, architecture)
     if architecture == "LlamaForCausalLM":
         return None, frozenset()
     if architecture == "MistralForCausalLM":
@@ -240,6 +241,28 @@ def _hf_window(fields: Fields, architecture: str, num_layers: int) -> tuple[int 
             "all of a Mistral's, or none with sliding_window null. Correct one of them."
         )
     return window, sliding
+
+
+def _refuse_unknown_windows(fields: Fields, architecture: str) -> None:
+    """Refuse what no layer of an architecture computes, and transformers' cache acts on all the same.
+
+    A window of the whole context bounds nothing.
+    """
+    is_llama = architecture == "LlamaForCausalLM"
+    kinds = fields.texts("layer_types")
+    known = {"full_attention"} if is_llama else {"full_attention", "sliding_attention"}
+    problems = [f"layer_types has {kind!r}" for kind in kinds if kind not in known]
+    names = ["attention_chunk_size"]
+    if is_llama and not kinds and fields.flag("use_sliding_window", True):
+        names.append("sliding_window")
+    for name in names:
+        if name in fields and fields.integer(name) < fields.integer("max_position_embeddings"):
+            problems.append(f"{name} is {fields.integer(name)}")
+    if problems:
+        raise CheckpointError(
+            f"reading {fields.source}: {problems[0]}, which the layers of a {architecture} do not compute. Remove it "
+            "if the model was trained without; else use an engine that supports it: the outputs would be wrong."
+        )
 
 
 SHAPES = {

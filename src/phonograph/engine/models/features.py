@@ -66,6 +66,20 @@ _ELSEWHERE = "Use another checkpoint of the model, or another model."
 _GGUF_WITHOUT_EFFECT = frozenset(["expert_used_count", "pooling_type", "tensor_data_layout"])
 
 
+class NotComputedError(CheckpointError):
+    """A field asks for what transformers computes, and native layers do not."""
+
+    def __init__(self, fields: Fields, problem: str) -> None:
+        self.problem = problem
+        super().__init__(
+            f"reading {fields.source}: {problem}. Use another model, or transformers' layers of this one "
+            "(--model-impl hf)."
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return CheckpointError, (str(self),)
+
+
 def check_hf(fields: Fields, head_dim: int, also_read: Collection[str] = ()) -> None:
     """Refuse what a config.json sets and the decoder does not do; report fields that are not known here."""
     for name in _HF_QUANTISED:
@@ -75,12 +89,6 @@ def check_hf(fields: Fields, head_dim: int, also_read: Collection[str] = ()) -> 
                 f"reading {fields.source}: {name} says {method!r}; unquantised weights are expected "
                 "in safetensors. Use the original checkpoint, or a GGUF file."
             )
-    if (activation := fields.text("hidden_act", "silu")) not in ("silu", "swish"):
-        raise CheckpointError(f"reading {fields.source}: hidden_act is {activation!r}; supported is silu. {_ELSEWHERE}")
-    if (share := fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(
-            f"reading {fields.source}: partial_rotary_factor is {share}; supported is 1. {_ELSEWHERE}"
-        )
     if fields.values.get("per_layer_config"):
         raise CheckpointError(
             f"reading {fields.source}: per_layer_config is set; expected layers that are alike. {_ELSEWHERE}"
@@ -100,6 +108,11 @@ def check_hf(fields: Fields, head_dim: int, also_read: Collection[str] = ()) -> 
         log.warning(
             "%s has fields that are not known here and have no effect: %s", fields.source, ", ".join(sorted(strange))
         )
+    # Last, since transformers' layers may be taken then, and what is refused above is wrong in these too.
+    if (activation := fields.text("hidden_act", "silu")) not in ("silu", "swish"):
+        raise NotComputedError(fields, f"hidden_act is {activation!r}; supported is silu")
+    if (share := fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise NotComputedError(fields, f"partial_rotary_factor is {share}; supported is 1")
 
 
 def check_gguf(fields: Fields, head_dim: int, max_len: int) -> None:

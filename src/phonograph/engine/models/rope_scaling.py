@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from phonograph.engine.json_fields import Fields
+from phonograph.engine.models.features import NotComputedError
 from phonograph.errors import CheckpointError
 
 log = logging.getLogger("phonograph")
@@ -133,14 +134,10 @@ def from_hf(rope: Fields, model: Fields) -> RopeScaling | None:
             "Use another model."
         )
     if (share := rope.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(
-            f"reading {rope.source}: partial_rotary_factor is {share}; supported is 1. Use another model."
-        )
+        raise NotComputedError(rope, f"partial_rotary_factor is {share}; supported is 1")
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in _READ:
-        raise CheckpointError(
-            f"reading {rope.source}: rope_type is {kind!r}; supported are {SUPPORTED}. Use another model."
-        )
+        raise NotComputedError(rope, f"rope_type is {kind!r}; supported are {SUPPORTED}")
     if ignored := sorted(name for name in rope.values if name not in _READ[kind] and rope.values[name] is not None):
         log.warning("%s: %s has no effect with rope_type %r", rope.source, ", ".join(ignored), kind)
     max_len = model.integer("max_position_embeddings")

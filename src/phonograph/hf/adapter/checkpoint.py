@@ -40,6 +40,8 @@ class HfCheckpoint:
     trust_remote_code: bool = False
     layers: str | None = None
     """The name of the module that has the layers; None to ask the model."""
+    not_native: str | None = None
+    """What native layers of its architecture do not compute, where transformers' are taken for that."""
 
     @classmethod
     def open(
@@ -138,7 +140,8 @@ class HfCheckpoint:
         return self.outline.breaks
 
     def described(self, dtype: torch.dtype, device: torch.device) -> str:
-        return described(self.outline, routing_of(self.outline, dtype, device))
+        found = described(self.outline, routing_of(self.outline, dtype, device))
+        return found if self.not_native is None else f"{found}; not native: {self.not_native}"
 
     def model(self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent) -> Model:
         weight_files(self.folder)  # refuses a folder without them

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from phonograph.engine.checkpoints.loading import refuse_not_finite
+from phonograph.engine.checkpoints.safetensors import stored_floats, warn_of_adapter, weight_files
 from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig, known_ids
 from phonograph.engine.models.interface import ModelParts
@@ -20,7 +22,7 @@ from phonograph.hf.adapter.head import head_of
 from phonograph.hf.adapter.model import HfModel
 from phonograph.hf.adapter.outline import Outline
 from phonograph.hf.adapter.self_check import self_check
-from phonograph.hf.adapter.sentences import refused
+from phonograph.hf.adapter.sentences import AGAIN, first_line, passes_on, refused
 
 log = logging.getLogger("phonograph")
 
@@ -33,6 +35,8 @@ def adapted(
 ) -> HfModel:
     """A loaded model of transformers as a model of the engine, once its logits were checked."""
     whole.eval().requires_grad_(False)
+    weights = {name: one for name, one in whole.named_parameters() if one.is_floating_point()}
+    refuse_not_finite(source, weights, {name: one.sum() for name, one in weights.items()})
     batch_looks.leave_out(whole)
     for name in outline.breaks:
         experts.break_at(whole, name)
@@ -50,34 +54,51 @@ def adapted(
 
 
 def read_weights(folder: Path, config: Any, dtype: torch.dtype, routing: str | None, *, trust_remote_code: bool) -> Any:
-    """The model, in memory of the host; refuses weights that are missing or have another shape."""
+    """The model, in memory of the host; refuses weights that are damaged, missing or have another shape."""
     from transformers import AutoModelForCausalLM
 
     options = {} if routing is None else {"experts_implementation": routing}
-    with quiet():
-        whole, found = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
-    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if found.get(problem):
-            first = sorted(map(str, found[problem]))[0]
-            raise refused(
-                str(folder),
-                f"{len(found[problem])} {problem.replace('_', ' ')} ({first})",
-                "The weights and the configuration don't belong together: get the checkpoint again.",
+    for path in weight_files(folder):
+        stored_floats(path)  # refuses a file that is cut short or damaged
+    try:
+        with quiet():
+            whole, found = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they are told, and refused below
+                output_loading_info=True,
+                **options,
             )
+    except Exception as error:
+        if passes_on(error):
+            raise
+        problem = f"its weights can't be loaded ({type(error).__name__}: {first_line(error)})"
+        raise refused(str(folder), problem, AGAIN) from error
+    _refuse_unlike(str(folder), found)
     if found.get("unexpected_keys"):
         names = sorted(found["unexpected_keys"])
         log.warning("%s: %d tensors are not part of the model and are left out (%s)", folder, len(names), names[0])
+    if not getattr(whole, "_hf_peft_config_loaded", False):  # where peft is installed, transformers applies it
+        warn_of_adapter(folder)
     return whole
+
+
+def _refuse_unlike(source: str, found: dict[str, Any]) -> None:
+    """Refuse weights that are not those of the configuration, by what transformers tells of them."""
+    if unlike := sorted(found.get("mismatched_keys") or ()):
+        name, stored, expected = unlike[0]
+        more = f"; and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        told = f"{name} has shape {list(stored)}, but the configuration makes it {list(expected)}{more}"
+        raise refused(source, told, AGAIN)
+    for problem in ("missing_keys", "error_msgs"):
+        if found.get(problem):
+            first = sorted(map(str, found[problem]))[0]
+            raise refused(source, f"{len(found[problem])} {problem.replace('_', ' ')} ({first})", AGAIN)
 
 
 @contextmanager

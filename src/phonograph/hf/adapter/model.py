@@ -83,14 +83,20 @@ class HfModel:
                 f"{self.config.architecture} runs through transformers, which gives no hidden states of single layers. "
                 "Use a native model where layers are tapped."
             )
+        states = self.states(inputs, queries, cache, queries.token_positions)
+        return Hidden(states if wanted is None else states[wanted])
+
+    def states(
+        self, inputs: torch.Tensor, queries: Queries, cache: CacheGroup, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Of a pass whose layers are told these positions; pages are those of the queries."""
         step = PagedStep(PreparedAttention(self.attention, cache, queries), cache, slots_of(queries, cache.page_size))
-        given = {"position_ids": queries.token_positions[None]}
+        given = {"position_ids": positions[None]}
         if inputs.is_floating_point():
             given["inputs_embeds"] = inputs.to(self.dtype)[None]
         else:
             given["input_ids"] = (inputs[queries.rows] if queries.by_row else inputs)[None]
-        states = run(self.decoder, step, self.place, **given)[0]
-        return Hidden(states if wanted is None else states[wanted])
+        return run(self.decoder, step, self.place, **given)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return logits_of(self.head, hidden)

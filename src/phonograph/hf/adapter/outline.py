@@ -15,14 +15,16 @@ from typing import Any
 import torch
 
 from phonograph.engine.cache.groups import Paged
-from phonograph.errors import DeclarationError, PhonographError
+from phonograph.errors import DeclarationError
 from phonograph.hf.adapter import attention, batch_looks, experts
 from phonograph.hf.adapter.attention import Bending, StepPlace
 from phonograph.hf.adapter.head import head_of, logits_of
-from phonograph.hf.adapter.sentences import path_of, refused
+from phonograph.hf.adapter.sentences import NATIVE, first_line, path_of, raised, refused
 
 _NUM_TOKENS = 5
 _SERVED = frozenset({"full_attention", "sliding_attention"})
+_WITHOUT_KEYS = frozenset({"linear_attention", "conv", "mamba", "moe"})
+"""Types of layers that keep a state of one size, or nothing."""
 _HARMLESS = frozenset({"position_ids", "cache_position"})
 """Tensors that some models hand to attention, and that say what a step says."""
 _REPORTS = {
@@ -32,7 +34,6 @@ _REPORTS = {
     "return_dict": True,
 }
 """What a configuration may ask a forward pass to return, and what it is here; no logit depends on it."""
-_NATIVE = "Use a model whose layers attend through transformers' attention interface."
 _NAME_IT = "Name it: --hf-layers model.language_model, say."
 
 
@@ -109,15 +110,15 @@ class _Watching:
         for key, value in others.items():
             if isinstance(value, torch.Tensor) and key not in _HARMLESS:
                 problem = f"{name} hands {key!r} to attention, a tensor that ours does not know"
-                raise refused(self.source, problem, _NATIVE)
+                raise refused(self.source, problem, NATIVE)
         if others.get("is_causal") is False or not getattr(module, "is_causal", True):
-            raise refused(self.source, f"{name} looks at tokens after its own", _NATIVE)
+            raise refused(self.source, f"{name} looks at tokens after its own", NATIVE)
         if not isinstance(layer, int) or q.shape[0] != 1 or k.shape[2] != q.shape[2]:
             problem = f"{name} calls attention with {list(q.shape)} queries and {list(k.shape)} keys, layer {layer}"
-            raise refused(self.source, problem, _NATIVE)
+            raise refused(self.source, problem, NATIVE)
         sinks = bending.sinks
         if sinks is not None and sinks.shape != (q.shape[1],):
-            raise refused(self.source, f"{name} has sinks of shape {list(sinks.shape)}, not one a head", _NATIVE)
+            raise refused(self.source, f"{name} has sinks of shape {list(sinks.shape)}, not one a head", NATIVE)
         found = LayerAttention(
             *(q.shape[1], k.shape[1], k.shape[3], v.shape[3]),
             *(bending.window, bending.softcap, sinks is not None),
@@ -135,7 +136,7 @@ def outline_of(config: Any, source: str, *, trust_remote_code: bool = False, dec
     try:
         inner = config.get_text_config()
     except ValueError as error:
-        raise refused(source, "its configuration has several models of text", _NATIVE) from error
+        raise refused(source, "its configuration has several models of text", NATIVE) from error
     limits = _limits_of(inner, source)
     model = _bare(config, source, trust_remote_code=trust_remote_code)
     limits += batch_looks.leave_out(model)
@@ -153,7 +154,7 @@ def outline_of(config: Any, source: str, *, trust_remote_code: bool = False, dec
         except Exception as error:
             name = experts.reading_module(model, error)
             if name is None or name in breaks:
-                raise _raised(source, model, error) from error
+                raise raised(source, model, error, "without a mask or a cache of its own", NATIVE) from error
             breaks.append(name)
             _stub(model, name)
     layers = _counted(watching.calls, inner.num_hidden_layers, source, model)
@@ -183,9 +184,8 @@ def _limits_of(config: Any, source: str) -> tuple[tuple[int, str], ...]:
     strange = Counter(kind for kind in kinds if kind not in served)
     if strange:
         kind, count = strange.most_common(1)[0]
-        raise refused(
-            source, f"{count} of its {len(kinds)} layers are {kind!r}, which keep no keys and values", _NATIVE
-        )
+        why = "which keep no keys and values" if kind in _WITHOUT_KEYS else "an attention that ours does not compute"
+        raise refused(source, f"{count} of its {len(kinds)} layers are {kind!r}, {why}", NATIVE)
     if chunk is None:
         return ()
     return ((int(chunk), f"its layers attend in chunks of {chunk:,} tokens, and ours know none"),)
@@ -204,12 +204,11 @@ def _bare(config: Any, source: str, *, trust_remote_code: bool) -> Any:
                 dtype=torch.float32,
                 trust_remote_code=trust_remote_code,
             ).eval()
-    except KeyError as error:
-        raise refused(
-            source, "its attention can't be chosen: it is no part of the attention interface", _NATIVE
-        ) from error
     except Exception as error:
-        raise refused(source, f"it can't be made as a causal language model ({_first_line(error)})", _NATIVE) from error
+        if isinstance(error, KeyError) and attention.NAME in error.args:  # a table of classes by their attention
+            problem = "its attention can't be chosen: it is no part of the attention interface"
+            raise refused(source, problem, NATIVE) from error
+        raise refused(source, f"it can't be made as a causal language model ({first_line(error)})", NATIVE) from error
 
 
 def decoder_of(model: Any, source: str, named: str | None = None) -> str:
@@ -253,27 +252,20 @@ def _counted(
 ) -> tuple[LayerAttention, ...]:
     """The layers in their order; each must have attended once."""
     counts, name = Counter(layer for layer, _ in calls), type(model).__name__
+    if counts and hasattr(model.config, "decoder_layers") and len(counts) != num_layers:
+        problem = f"{name} is the decoder of an encoder-decoder: it attends in {len(counts)} layers, and the"
+        raise refused(source, f"{problem} {num_layers} of its configuration are the encoder's", "Use a decoder alone.")
     if beyond := len(counts.keys() - set(range(num_layers))):
-        raise refused(source, f"{beyond} layers of {name} are more than the {num_layers} of its configuration", _NATIVE)
+        problem = f"{name} attends in {len(counts)} layers, {beyond} more than the {num_layers} of its configuration"
+        raise refused(source, problem, NATIVE)
     if missing := num_layers - len(counts):
         problem = f"{missing} of the {num_layers} layers of {name} do not attend through the attention interface"
-        raise refused(source, problem, _NATIVE)
+        raise refused(source, problem, NATIVE)
     if (most := max(counts.values())) > 1:
-        raise refused(source, f"a layer of {name} attends {most} times", _NATIVE)
+        raise refused(source, f"a layer of {name} attends {most} times", NATIVE)
     return tuple(layer for _, layer in sorted(calls, key=lambda call: call[0]))
 
 
 def _stub(model: Any, name: str) -> None:
     """What a break gives, in its place."""
     model.get_submodule(name).forward = lambda hidden, *args, **kwargs: torch.empty_like(hidden)
-
-
-def _raised(source: str, model: Any, error: Exception) -> Exception:
-    if isinstance(error, PhonographError):
-        return error
-    what = f"{type(model).__name__} raises {type(error).__name__} ({_first_line(error)}) without a mask or a cache"
-    return refused(source, f"{what} of its own", _NATIVE)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -1,7 +1,9 @@
 """Self-check: one short ragged batch through our attention and pages, against the model's own eager attention.
 
 A layer that never calls attention is counted before weights are read. What no count shows, as a bias that a model adds
-to its scores by itself, shows in the logits.
+to its scores by itself, shows in the logits. The longest sequence is at the last positions that are served, as if all
+tokens before it had left a window: a model that looks at the longest position of a batch, or at how many tokens a cache
+has seen, differs.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.ops.queries import Queries
 from phonograph.hf.adapter import attention
 from phonograph.hf.adapter.model import HfModel
-from phonograph.hf.adapter.sentences import refused
+from phonograph.hf.adapter.sentences import NATIVE, raised, refused
 from phonograph.sizes import ceil_div
 
 _LENGTHS = (5, 12, 19)
@@ -59,11 +62,11 @@ def self_check(model: HfModel, source: str) -> SelfCheck:
     Windows are narrowed also where attention was told of none: a model may have put them into its mask.
     """
     began = time.perf_counter()
-    checks = [*_differences(model)]
+    checks = [*_differences(model, source)]
     below = sys.maxsize if model.outline.windows else model.max_len
     with narrowed(model.whole, _WINDOW, below) as has_windows:
         if has_windows:
-            checks += _differences(model)
+            checks += _differences(model, source)
     differences = torch.cat(checks)
     most, count = _MOST[model.dtype], len(differences)
     is_routed = model.outline.routes or bool(model.outline.breaks)
@@ -74,16 +77,32 @@ def self_check(model: HfModel, source: str) -> SelfCheck:
             source,
             f"{bad} of {count} tokens of a short batch have other logits than with the model's own eager attention (by "
             f"{differences.max().item():.2g} of their spread; at most {most:g} is rounding)",
-            "Its attention, or its positions, are of a kind that ours does not know: use another model.",
+            "Its attention, or its positions, are of a kind that ours does not know, or it looks at its batch as a "
+            "whole: use another model.",
         )
     return SelfCheck(count, differences.max().item(), time.perf_counter() - began, has_windows)
 
 
-def _differences(model: HfModel) -> tuple[torch.Tensor, torch.Tensor]:
+def _differences(model: HfModel, source: str) -> tuple[torch.Tensor, torch.Tensor]:
     """One for each token of prompts, and of what is decoded after them; a token whose greedy successor is another, by
     more than rounding, counts as 1."""
     sequences = _sequences(model)
-    found, wanted = _paged_logits(model, sequences), _eager_logits(model, sequences)
+    last = min(model.max_len, model.config.max_len)
+    skipped = [0, 0, max(0, last - len(sequences[-1]))]
+    try:
+        wanted = _eager_logits(model, sequences, skipped)
+    except Exception as error:
+        when = f"with its own eager attention, in a short batch whose last position is {last - 1:,}"
+        remedy = "Correct its configuration, give a smaller --max-len, or use another model."
+        raise raised(source, model.whole, error, when, remedy) from error
+    if bad := int((~wanted.isfinite()).sum()):
+        dtype = str(model.dtype).removeprefix("torch.")
+        told = f"{bad:,} of {wanted.numel():,} logits of a short batch are not finite, with its own eager attention"
+        raise refused(source, told, f"Its values are too large for {dtype}, or damaged: try another --dtype.")
+    try:
+        found = _paged_logits(model, sequences, skipped)
+    except Exception as error:
+        raise raised(source, model.whole, error, "with our attention, in a short batch", NATIVE) from error
     spread = wanted.std(-1).clamp_min(1e-6)
     apart = (found - wanted).square().mean(-1).sqrt() / spread
     margins = (wanted.amax(-1) - wanted.gather(-1, found.argmax(-1, keepdim=True))[:, 0]) / spread
@@ -101,7 +120,7 @@ def _sequences(model: HfModel) -> list[torch.Tensor]:
     return list(torch.split(numbers.to(device), lengths))
 
 
-def _paged_logits(model: HfModel, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+def _paged_logits(model: HfModel, sequences: Sequence[torch.Tensor], skipped: Sequence[int]) -> torch.Tensor:
     """Prompts as one ragged batch, after which each sequence decodes token by token."""
     device, count = sequences[0].device, len(sequences)
     width = ceil_div(max(map(len, sequences)), _PAGE)
@@ -113,25 +132,44 @@ def _paged_logits(model: HfModel, sequences: Sequence[torch.Tensor]) -> torch.Te
     rows = numbered.repeat_interleave(torch.tensor(lengths, device=device))
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     prompts = Queries(rows, positions, table, tokens_per_row=None)
-    logits = [model.logits(model.hidden(torch.cat([one[:-_STEPS] for one in sequences]), prompts, cache).states)]
+    later = torch.tensor([0, *skipped], device=device)
+    tokens = torch.cat([one[:-_STEPS] for one in sequences])
+    logits = [model.logits(model.states(tokens, prompts, cache, positions + later[rows]))]
     ends = torch.tensor([0, *lengths], device=device)
     for step in range(_STEPS):
         last = torch.zeros(count + 1, dtype=torch.int64, device=device)
         last[1:] = torch.stack([one[length + step] for one, length in zip(sequences, lengths, strict=True)])
         decodes = Queries(numbered, ends + step, table, tokens_per_row=1, by_row=True)
-        logits.append(model.logits(model.hidden(last, decodes, cache).states))
+        positions = decodes.token_positions + later[numbered]
+        logits.append(model.logits(model.states(last, decodes, cache, positions)))
     return torch.cat(logits).float()
 
 
-def _eager_logits(model: HfModel, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+class _LaterCache(DynamicCache):  # type: ignore[misc]
+    """Of a sequence whose first tokens are gone, as those before a window are: it begins at a later position."""
+
+    def __init__(self, config: Any, num_skipped: int) -> None:
+        super().__init__(config=config)
+        self._num_skipped = num_skipped
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(super().get_seq_length(layer_idx)) + self._num_skipped
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        return length, offset + self._num_skipped
+
+
+def _eager_logits(model: HfModel, sequences: Sequence[torch.Tensor], skipped: Sequence[int]) -> torch.Tensor:
     """Each sequence by itself, in the order of the paged ones: prompts, then the tokens that were decoded.
 
     With a cache of its own, as the model is meant to run: some layers share the keys of others there.
     """
     logits = list[list[torch.Tensor]]()
     with _attending_eagerly(model.whole):
-        for one in sequences:
-            done = model.whole(input_ids=one[None, :-_STEPS], use_cache=True)
+        for one, num_skipped in zip(sequences, skipped, strict=True):
+            given = {"past_key_values": _LaterCache(model.decoder.config, num_skipped)} if num_skipped else {}
+            done = model.whole(input_ids=one[None, :-_STEPS], use_cache=True, **given)
             logits.append([done.logits[0]])
             for token in one[-_STEPS:]:
                 done = model.whole(input_ids=token[None, None], past_key_values=done.past_key_values, use_cache=True)
