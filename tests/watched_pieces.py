@@ -54,9 +54,9 @@ class Watched:
         return found
 
 
-class _Noting(TorchDispatchMode):
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, ops: list[Op]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._ops = ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,7 +89,7 @@ def watched_pieces(patch: pytest.MonkeyPatch) -> Iterator[Watched]:
         return noted
 
     with patch.context() as inside:
-        inside.setitem(COMPILERS, "eager", compile_watched)  # type: ignore[arg-type]
+        inside.setitem(COMPILERS, "eager", compile_watched)
         yield watched
 
 
