@@ -799,6 +799,26 @@ def test_inductor_is_the_default_compiler_where_the_device_takes_it() -> None:
         resolve([ask("ignore_rules", ["device-lacks-compiler"], origin="here")], only_eager, PHASES)
 
 
+def test_a_device_without_any_compiler_is_refused_by_rule() -> None:
+    none = dataclasses.replace(EVERYTHING, compilers=frozenset[str]())
+    says = r"'device-lacks-compiler'.*the device cuda can't record what any compiler makes"
+    with pytest.raises(PlanError, match=says):
+        resolve([PIECES], none, PHASES)
+    with pytest.raises(PlanError, match="can't be ignored"):
+        resolve([PIECES, ask("ignore_rules", ["device-lacks-compiler"], origin="here")], none, PHASES)
+    everywhere = [Measured(f"{phase.name}.backend", "tc_piecewise", "it is fastest") for phase in PHASES]
+    plan = resolve([], none, PHASES, measured=everywhere)
+    assert {plan[f"{phase.name}.backend"].value for phase in PHASES} == {"breakable"}
+    assert "rule 'device-lacks-compiler'" in plan["prefill.backend"].reason
+    assert resolve([], none, PHASES)["prefill.backend"].source == "default"
+
+    class WithoutCompilers(EmulatedDevice):
+        capabilities = dataclasses.replace(EmulatedDevice().capabilities, compilers=frozenset[str]())
+
+    with pytest.raises(PlanError, match="device-lacks-compiler"):
+        pieced(lambda x: x + 1, device=WithoutCompilers())
+
+
 @pytest.mark.parametrize(
     ("rule", "field", "why"),
     [
