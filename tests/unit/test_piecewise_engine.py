@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from phonograph.engine.models import decoder, registry
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.graphs.planning.settings import ask
-from phonograph.graphs.progress import silent
+from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.recording.backends.compilers import COMPILERS
 from phonograph.graphs.recording.backends.tc_piecewise import TcPiecewiseBackend
 from watched_pieces import watched_pieces
@@ -30,12 +31,13 @@ DRAWN = SamplingParams(max_tokens=10, temperature=0.9, top_k=20, top_p=0.9, seed
 DETAILED = SamplingParams(max_tokens=6, temperature=0.7, seed=5, presence_penalty=0.5, logprobs=3, ignore_eos=True)
 
 
-def make(cache_tokens: int | None = None, **backends: str) -> LLM:
+def make(cache_tokens: int | None = None, progress: Progress = silent, **backends: str) -> LLM:
     options = EngineOptions(
         max_seqs=4, max_tokens=32, max_len=96, page_size=8, dtype=torch.float32, cache_tokens=cache_tokens
     )
     asked = [ask(f"{phase}.backend", backend, origin="test") for phase, backend in backends.items()]
-    return LLM(RandomCheckpoint(SHAPES["tiny"]), device=EmulatedDevice(poison=True), options=options, asked=asked)
+    device = EmulatedDevice(poison=True)
+    return LLM(RandomCheckpoint(SHAPES["tiny"]), device=device, options=options, asked=asked, progress=progress)
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +222,28 @@ def test_one_program_also_where_long_steps_are_cut(eager: LLM, monkeypatch: pyte
     assert [row.error for report in llm.reports for row in report.failures] == []
     found, wanted = (one.generate(PROMPTS, GREEDY) for one in (llm, eager))
     assert [one.tokens for one in found] == [one.tokens for one in wanted]
+
+
+def test_every_shape_of_every_phase_is_compiled_before_the_first_capture() -> None:
+    """By what is told, and by Dynamo's own count, which a capture finds where it stays."""
+    told: list[tuple[str, int]] = []
+    counts = importlib.import_module("torch._dynamo.utils").counters["stats"]
+    begun = counts["unique_graphs"]
+    llm = make(
+        cache_tokens=512,
+        progress=lambda doing, done, total: told.append((doing, counts["unique_graphs"] - begun)),
+        decode="tc_piecewise",
+        prefill="tc_piecewise",
+    )
+    doing = [name for name, _ in told]
+    for phase in ("decode", "prefill"):
+        keys = {str(key) for key in llm.executor.runners[phase].captured}
+        assert keys == {name.removeprefix("compiling ") for name in doing if name.startswith(f"compiling {phase}[")}
+        assert any(name.startswith(f"capturing {phase}") for name in doing)
+    first = next(index for index, name in enumerate(doing) if name.startswith("capturing"))
+    assert not [name for name in doing[first:] if name.startswith("compiling")]
+    num_programs = sum(backend_of(llm, phase).num_programs for phase in ("decode", "prefill"))
+    assert [count for _, count in told[first:]] == [num_programs] * len(told[first:])
 
 
 def test_a_trial_for_its_memory_compiles_nothing(compiled: LLM) -> None:
