@@ -30,6 +30,8 @@ PLAIN_SIZES = {
 _GROUPED = {**PLAIN_SIZES, "num_key_value_heads": 2}
 _HEADS = {**_GROUPED, "head_dim": 8}
 _SLIDING = {**_HEADS, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_UNTIED = {**_SLIDING, "tie_word_embeddings": False}
+"""Embeddings that are scaled up, and tied to the head, make a model repeat its last token."""
 _GPT = {**_IDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": VOCAB, "n_positions": 128}
 _ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 _GRANITE = {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
@@ -72,10 +74,10 @@ SERVED = {
     "Qwen3": Family(lambda: hf.Qwen3Config(**_HEADS), "norms of queries and keys"),
     "Mistral": Family(lambda: hf.MistralConfig(**_HEADS, sliding_window=WINDOW), "window"),
     "Gemma 2": Family(
-        lambda: hf.Gemma2Config(**_SLIDING, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+        lambda: hf.Gemma2Config(**_UNTIED, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
         "window, soft caps of scores and logits, own scale",
     ),
-    "Gemma 3": Family(lambda: hf.Gemma3TextConfig(**_SLIDING), "window, two rotary frequencies, own scale"),
+    "Gemma 3": Family(lambda: hf.Gemma3TextConfig(**_UNTIED), "window, two rotary frequencies, own scale"),
     "gpt-oss": Family(
         lambda: hf.GptOssConfig(**_SLIDING, num_local_experts=4, num_experts_per_tok=2), "window, sinks, experts"
     ),

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,23 @@ def test_the_question_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     assert "The capital of France is Paris." in capsys.readouterr().out
 
 
+def test_the_two_lines_accelerate_generate() -> None:
+    pytest.importorskip("transformers")
+    from hugging_face import DECODERS, made, prompt
+
+    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "accelerate(model)" in block)
+    assert len(code.splitlines()) == 2
+    model = made(DECODERS["llama"])
+    plain, ids = model.generate, prompt(1, 5)
+    wanted = plain(ids, max_new_tokens=12, do_sample=False)
+    names: dict[str, Any] = {"model": model}
+    exec(compile(code, "README.md", "exec"), names)
+    assert model.generate(ids, max_new_tokens=12, do_sample=False).tolist() == wanted.tolist()
+    assert int(re.findall(r"(\d+) replays", names["fast"].explain())[0]) > 5
+    names["fast"].undo()
+    assert model.generate == plain
+
+
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"`make (\w+)`", README))))
 def test_every_make_command_exists(command: str) -> None:
     done = subprocess.run(["make", "-n", command], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -53,7 +71,12 @@ def test_every_file_that_is_linked_exists() -> None:
 
 def test_lines_are_short_and_blocks_are_run() -> None:
     assert [line for line in README.splitlines() if len(line) > 120] == []
-    known = ("graphed(step", "LLM()", "OpenAI(")  # the last runs in tests/server/test_openai_client.py
+    known = (
+        "graphed(step",
+        "LLM()",
+        "accelerate(model)",
+        "OpenAI(",
+    )  # the last runs in tests/server/test_openai_client.py
     for block in re.findall(r"```python\n(.*?)```", README, re.S):
         assert any(part in block for part in known), block
 

@@ -12,12 +12,13 @@ pytest.importorskip("transformers")
 import torch
 
 from adapted import ALSO_SERVED, PAGE, REFUSED, SERVED, VOCAB, Family, greedy, made, page, saved
-from phonograph import LLM
+from phonograph import LLM, Device, EmulatedDevice
 from phonograph.engine.checkpoints import open_checkpoint
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.requests.request import SamplingParams
+from phonograph.engine.requests.request import FinishReason, SamplingParams
 from phonograph.errors import CheckpointError
 from phonograph.graphs.planning.settings import ask
+from phonograph.hf.adapter.model import HfModel
 
 PROMPTS = [[(7 * start + 5 * place) % (VOCAB - 3) + 3 for place in range(length)] for start, length in
            enumerate((3, 11, 1, 17, 6, 9))]  # fmt: skip
@@ -46,7 +47,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("families"))
 
 
-def opened(folder: Path, decode: str, prefill: str, device: str = "emulated", **options: Any) -> LLM:
+def opened(folder: Path, decode: str, prefill: str, device: str | Device | None = None, **options: Any) -> LLM:
     asked = [ask("tc_compiler", "eager", origin="test")]
     for phase, backend, buckets in (("decode", decode, (2, 4)), ("prefill", prefill, (8, 16))):
         asked.append(ask(f"{phase}.backend", backend, origin="test"))
@@ -54,7 +55,8 @@ def opened(folder: Path, decode: str, prefill: str, device: str = "emulated", **
             asked.append(ask(f"{phase}.buckets", buckets, origin="test"))
             asked.append(ask(f"{phase}.max_recordings", len(buckets), origin="test"))  # greedy ones alone
     sizes = {"max_seqs": 4, "max_tokens": 16, "max_len": 40, "page_size": 4, "model_impl": "hf"}
-    return LLM(folder, device=device, options=EngineOptions(**{**sizes, **options}), asked=asked)
+    on = EmulatedDevice(poison=True) if device is None else device
+    return LLM(folder, device=on, options=EngineOptions(**{**sizes, **options}), asked=asked)
 
 
 def generated(llm: LLM) -> list[list[int]]:
@@ -62,16 +64,46 @@ def generated(llm: LLM) -> list[list[int]]:
     return [one.tokens for one in done]
 
 
-def assert_recorded(llm: LLM, backend: str) -> None:
-    """No step was eager, but where nothing is recorded; and what was recorded was verified."""
-    for name in ("decode", "prefill"):
-        stats = llm.executor.runners[name].stats
-        if backend == "disabled":
-            assert stats.replays.total() == 0
-        else:
-            assert stats.replays.total() > 0
-            assert not stats.eager, stats.eager
-    assert all(report.ok for report in llm.verified.values())
+ATTENTION = "GapAttention.attend"
+NUM_LAYERS = 2
+
+
+def assert_recorded(llm: LLM, **gaps: list[str] | None) -> None:
+    """No step was eager, but where nothing is recorded (None); gaps are as named, with graphs around them; what was
+    recorded was verified, and all that it took for granted still holds."""
+    assert [str(row.error) for report in llm.reports for row in report.failures] == []
+    for name, wanted in gaps.items():
+        runner = llm.executor.runners[name]
+        if wanted is None:
+            assert runner.stats.replays.total() == 0
+            continue
+        assert runner.stats.replays.total() > 0
+        assert not runner.stats.eager, runner.stats.eager
+        for key in runner.captured:
+            recording = runner.recording(key)
+            assert [gap.name for gap in recording.gaps] == wanted, key
+            assert len(recording.graphs) == len(wanted) + 1, key
+        assert llm.verified[name].ok
+        assert_facts_hold(llm, name)
+
+
+def assert_facts_hold(llm: LLM, name: str) -> None:
+    """By a look at all of them, with every parameter among them that no gap reads anew."""
+    runner, model = llm.executor.runners[name], llm.executor.parts.model
+    assert isinstance(model, HfModel)
+    assert runner.stale.find() is None
+    assert runner.facts.stale is None
+    watched, owner = {fact.name for fact in runner.facts}, type(model.decoder).__name__
+    for parameter, _ in model.decoder.named_parameters():
+        if not f"{model.outline.decoder}.{parameter}".startswith(model.outline.breaks):
+            assert f"{owner}.{parameter}" in watched
+
+
+def gaps_of(phase: str, backend: str) -> list[str] | None:
+    """Attention is the gap of prefill. In decode it is recorded: its kernels plan nothing on the host."""
+    if backend == "disabled":
+        return None
+    return [ATTENTION] * NUM_LAYERS if phase == "prefill" and backend != "full" else []
 
 
 FAST = {("GPT-2", "full"), ("Gemma 2", "breakable")}
@@ -90,7 +122,63 @@ def test_tokens_are_those_of_plain_transformers(zoo: Zoo, name: str, backend: st
     folder, wanted = zoo.get(name, SERVED[name])
     llm = opened(folder, backend, backend)
     assert generated(llm) == wanted
-    assert_recorded(llm, backend)
+    assert_recorded(llm, decode=gaps_of("decode", backend), prefill=gaps_of("prefill", backend))
+
+
+MIXED = [
+    ("GPT-2", "full", "breakable"),
+    ("Mistral", "full", "tc_piecewise"),
+    ("Gemma 2", "tc_piecewise", "breakable"),
+    ("gpt-oss", "breakable", "full"),
+    ("DeepSeek-V3", "tc_piecewise", "full"),
+    ("Qwen3-MoE", "disabled", "tc_piecewise"),
+    ("Phi-3", "breakable", "disabled"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "decode", "prefill"),
+    [pytest.param(*one, marks=() if one[0] == "GPT-2" else pytest.mark.slow) for one in MIXED],
+)
+def test_phases_may_have_different_backends(zoo: Zoo, name: str, decode: str, prefill: str) -> None:
+    folder, wanted = zoo.get(name, SERVED[name])
+    llm = opened(folder, decode, prefill)
+    assert generated(llm) == wanted
+    assert_recorded(llm, decode=gaps_of("decode", decode), prefill=gaps_of("prefill", prefill))
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("GPT-2", "breakable"),
+        pytest.param("GPT-2", "tc_piecewise", marks=pytest.mark.slow),
+        pytest.param("gpt-oss", "full", marks=pytest.mark.slow),
+    ],
+)
+def test_prefill_of_many_requests_rejects_none(zoo: Zoo, name: str, backend: str) -> None:
+    """So many at once that a step has the beginnings and ends of several."""
+    folder, _ = zoo.get(name, SERVED[name])
+    prompts = [[(7 * row + place) % (VOCAB - 3) + 3 for place in range(1 + row % 13)] for row in range(40)]
+    llm = opened(folder, backend, backend)
+    done = llm.generate(prompts, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    assert [(one.finish, one.error) for one in done] == [(FinishReason.LENGTH, "")] * len(prompts)
+    model = made(SERVED[name])
+    assert [one.tokens for one in done] == [greedy(model, prompt, 2) for prompt in prompts]
+    assert_recorded(llm, decode=gaps_of("decode", backend), prefill=gaps_of("prefill", backend))
+
+
+def test_a_parameter_that_was_replaced_is_named(zoo: Zoo) -> None:
+    folder, _ = zoo.get("GPT-2", SERVED["GPT-2"])
+    llm = opened(folder, "full", "full")
+    assert_facts_hold(llm, "decode")
+    model = llm.executor.parts.model
+    assert isinstance(model, HfModel)
+    layer = model.decoder.h[1].mlp.c_fc
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    for name in ("decode", "prefill"):
+        fact = llm.executor.runners[name].stale.find()
+        assert fact is not None
+        assert fact.name == "GPT2Model.h.1.mlp.c_fc.weight"
 
 
 @pytest.mark.slow
@@ -106,7 +194,8 @@ def test_experts_that_the_host_routes_run_between_graphs(zoo: Zoo, backend: str)
     folder, wanted = zoo.get("DBRX", ALSO_SERVED["DBRX"])
     llm = opened(folder, backend, backend)
     assert generated(llm) == wanted
-    assert_recorded(llm, backend)
+    experts = ["DbrxExperts.forward"]
+    assert_recorded(llm, decode=experts * NUM_LAYERS, prefill=[ATTENTION, *experts] * NUM_LAYERS)
     assert "experts run between graphs: transformer.blocks.0.ffn.experts, " in llm.implementation
 
 

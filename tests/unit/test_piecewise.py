@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 import json
 import os
 import re
@@ -44,11 +43,13 @@ from phonograph import (
 )
 from phonograph.devices import EmulatedDevice, capturing
 from phonograph.devices.capturing import said_to_capture
+from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.planning.resolve import resolve
 from phonograph.graphs.planning.rules import DeviceFacts
 from phonograph.graphs.planning.settings import KNOWN_PHASES, Level, Measured, ask
 from phonograph.graphs.progress import silent
 from phonograph.graphs.recording.backends import BACKENDS, BackendOptions
+from phonograph.graphs.recording.backends.base import BodyView
 from phonograph.graphs.recording.backends.compilers import computation_of
 from phonograph.graphs.recording.backends.tc_piecewise import MAX_PROGRAMS, TcPiecewiseBackend
 from phonograph.graphs.recording.compilations import refusing_compilations
@@ -184,7 +185,29 @@ def test_progress_is_told_while_parts_are_compiled() -> None:
     assert last < min(index for index, name in enumerate(doing) if name.startswith("warming"))
 
 
-def test_replays_enter_neither_the_body_nor_the_compiler(tmp_path: Path) -> None:
+def num_compilations() -> int:
+    """How many graphs Dynamo has made in this process, by its own count."""
+    return int(importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"])
+
+
+class EnteredError(Exception):
+    """Somebody called what torch.compile returned."""
+
+
+def refuse_calls(run: Graphed) -> None:
+    """From now on, compiled functions, whose guards are evaluated at every call, raise."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise EnteredError
+
+    tracers = [tracer for group in backend_of(run)._programs.values() for tracer in group.tracers]
+    assert tracers
+    for tracer in tracers:
+        assert callable(tracer._function)
+        tracer._function = refuse
+
+
+def test_replays_enter_neither_the_body_nor_what_torch_compile_returned(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -193,14 +216,33 @@ def test_replays_enter_neither_the_body_nor_the_compiler(tmp_path: Path) -> None
                 file.write("x")
         return scaled_by_sum(x + 1) * 2
 
+    begun = num_compilations()
     run = pieced(body)
     assert not run.capture().failures
-    before, compiled = calls.read_text(), sum(torch._dynamo.utils.counters["frames"].values())
+    before, compiled = calls.read_text(), num_compilations()
     assert before
+    assert compiled == begun + 1
+    refuse_calls(run)
     check_all(run, lambda x: (x + 1) * 2)
     assert calls.read_text() == before
-    assert sum(torch._dynamo.utils.counters["frames"].values()) == compiled
-    assert backend_of(run).num_programs == 1
+    assert num_compilations() == compiled
+    # What a call would look like: a shape is bound to its program by one.
+    backend = backend_of(run)
+    (group,) = backend._programs.values()
+    with pytest.raises(CaptureError, match="EnteredError"):
+        group.tracers[0].call(BodyView(ShapeKey("body", "seqs", 2), {"x": torch.zeros(2, 4)}, {}, []))
+
+
+def test_one_compilation_for_all_buckets_by_the_count_of_dynamo() -> None:
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return scaled_by_sum(x * 2 if x.shape[0] > 3 else x + 10) * 3
+
+    for body, wanted in ((Layers().eval(), 1), (branches, 2)):
+        begun = num_compilations()
+        run = pieced(body, buckets=Buckets.of(*SIZES, exact=True))
+        assert not run.capture().failures
+        assert len(run.runner.captured) == len(SIZES)
+        assert (num_compilations() - begun, backend_of(run).num_programs) == (wanted, wanted)
 
 
 def test_a_branch_on_the_number_of_rows_is_found_and_never_baked() -> None:
@@ -757,6 +799,26 @@ def test_inductor_is_the_default_compiler_where_the_device_takes_it() -> None:
         resolve([ask("ignore_rules", ["device-lacks-compiler"], origin="here")], only_eager, PHASES)
 
 
+def test_a_device_without_any_compiler_is_refused_by_rule() -> None:
+    none = dataclasses.replace(EVERYTHING, compilers=frozenset[str]())
+    says = r"'device-lacks-compiler'.*the device cuda can't record what any compiler makes"
+    with pytest.raises(PlanError, match=says):
+        resolve([PIECES], none, PHASES)
+    with pytest.raises(PlanError, match="can't be ignored"):
+        resolve([PIECES, ask("ignore_rules", ["device-lacks-compiler"], origin="here")], none, PHASES)
+    everywhere = [Measured(f"{phase.name}.backend", "tc_piecewise", "it is fastest") for phase in PHASES]
+    plan = resolve([], none, PHASES, measured=everywhere)
+    assert {plan[f"{phase.name}.backend"].value for phase in PHASES} == {"breakable"}
+    assert "rule 'device-lacks-compiler'" in plan["prefill.backend"].reason
+    assert resolve([], none, PHASES)["prefill.backend"].source == "default"
+
+    class WithoutCompilers(EmulatedDevice):
+        capabilities = dataclasses.replace(EmulatedDevice().capabilities, compilers=frozenset[str]())
+
+    with pytest.raises(PlanError, match="device-lacks-compiler"):
+        pieced(lambda x: x + 1, device=WithoutCompilers())
+
+
 @pytest.mark.parametrize(
     ("rule", "field", "why"),
     [
@@ -812,33 +874,6 @@ def test_what_deterministic_mode_is_comes_from_torch() -> None:
         assert facts_of(device).deterministic
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_names_of_torch_that_are_not_public() -> None:
-    """What tracing and compiling use of torch besides its public names."""
-    dynamo = importlib.import_module("torch._dynamo")
-    shapes = importlib.import_module("torch.fx.experimental._config")
-    symbolic = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    inductor = importlib.import_module("torch._inductor")
-    assert callable(dynamo.maybe_mark_dynamic)
-    with dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
-        pass
-    with shapes.patch(use_duck_shape=False, backed_size_oblivious=True):
-        assert shapes.backed_size_oblivious
-    assert {"expr", "sloc"} <= set(symbolic.ShapeGuard.__annotations__)
-    assert callable(symbolic.ShapeEnv.replace)
-    assert {"guards", "var_to_range"} <= vars(symbolic.ShapeEnv()).keys()
-    wanted = inspect.signature(inductor.standalone_compile).parameters
-    assert "dynamic_shapes" in wanted
-    assert callable(torch.compiler.allow_in_graph)
-    with importlib.import_module("torch.compiler.config").patch(dynamic_sources="L['batch'].num"):
-        pass
-    assert torch.compiler.is_dynamo_compiling() is False
-    assert isinstance(importlib.import_module("torch._dynamo.variables.torch").constant_fold_functions, dict)
-    assert callable(importlib.import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir)
-    assert isinstance(dynamo.callback_handler.start_callbacks, list)
-    assert callable(dynamo.callback_handler.register_start_callback)
-    assert callable(dynamo.callback_handler.remove_start_callback)
 
 
 def test_an_inner_module_of_a_larger_model() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +18,10 @@ from phonograph.engine.models import decoder, registry
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.graphs.planning.settings import ask
-from phonograph.graphs.progress import silent
+from phonograph.graphs.progress import Progress, silent
+from phonograph.graphs.recording.backends.compilers import COMPILERS
 from phonograph.graphs.recording.backends.tc_piecewise import TcPiecewiseBackend
+from watched_pieces import watched_pieces
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +31,13 @@ DRAWN = SamplingParams(max_tokens=10, temperature=0.9, top_k=20, top_p=0.9, seed
 DETAILED = SamplingParams(max_tokens=6, temperature=0.7, seed=5, presence_penalty=0.5, logprobs=3, ignore_eos=True)
 
 
-def make(cache_tokens: int | None = None, **backends: str) -> LLM:
+def make(cache_tokens: int | None = None, progress: Progress = silent, **backends: str) -> LLM:
     options = EngineOptions(
         max_seqs=4, max_tokens=32, max_len=96, page_size=8, dtype=torch.float32, cache_tokens=cache_tokens
     )
     asked = [ask(f"{phase}.backend", backend, origin="test") for phase, backend in backends.items()]
-    return LLM(RandomCheckpoint(SHAPES["tiny"]), device=EmulatedDevice(poison=True), options=options, asked=asked)
+    device = EmulatedDevice(poison=True)
+    return LLM(RandomCheckpoint(SHAPES["tiny"]), device=device, options=options, asked=asked, progress=progress)
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +81,86 @@ def test_one_program_for_all_buckets_of_a_product(compiled: LLM) -> None:
     assert "compiled: decode, prefill: layers in torch ops" in compiled.explain()
 
 
-def test_no_piece_sees_the_cache_or_the_tables(compiled: LLM) -> None:
-    cache, tables = compiled.executor.cache, compiled.executor.tables
-    pages = {str(tensor.shape) for kept, _ in cache.places for tensor in (kept.keys, kept.values)}
+def adapted(folder: Path, name: str, backend: str = "tc_piecewise", **options: Any) -> LLM:
+    """An engine over the layers of transformers."""
+    pytest.importorskip("transformers")
+    import adapted as families
+
+    family = families.saved(families.made(families.SERVED[name]), folder)
+    sizes = {"max_seqs": 4, "max_tokens": 16, "max_len": 40, "page_size": 4, "model_impl": "hf"}
+    asked = [ask(f"{phase}.backend", backend, origin="test") for phase in ("decode", "prefill")]
+    asked += [
+        ask(f"{phase}.buckets", sizes, origin="test") for phase, sizes in (("decode", (2, 4)), ("prefill", (8, 16)))
+    ]
+    return LLM(family, device=EmulatedDevice(poison=True), options=EngineOptions(**{**sizes, **options}), asked=asked)
+
+
+@pytest.mark.parametrize("layers", ["native", "Gemma 2", "DeepSeek-V3"])
+def test_no_piece_writes_or_copies_the_cache_or_a_table(
+    layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces gather rows of tables and hand on a view of the page table; the cache is not even among their inputs."""
+    with watched_pieces(monkeypatch) as watched:
+        llm = make(decode="tc_piecewise", prefill="tc_piecewise") if layers == "native" else adapted(tmp_path, layers)
+    tables = llm.executor.tables
+    kept = [tables[column.name] for column in tables.columns if tables.is_made(column.group)]
+    assert watched.num_calls > 50
+    assert watched.reads([tables.length])
+    assert watched.misuses([one for one in kept if one is not tables.pages]) == []
+    assert set(watched.misuses([tables.pages])) <= {"returned"}
+    assert not watched.reads(llm.executor.cache.tensors)
     for phase in ("decode", "prefill"):
-        for program in backend_of(compiled, phase).programs:
+        for program in backend_of(llm, phase).programs:
             written = {name for part in program.calls if part.mark is not None for name in part.mark.mutates}
             assert {"keys", "values"} <= written
-            for piece in program.pieces:
-                seen = [node.meta.get("example_value") for node in piece.inputs]
-                assert not [one for one in seen if isinstance(one, torch.Tensor) and str(one.shape) in pages]
-                for node in piece.module.graph.nodes:
-                    name = str(getattr(node.target, "__name__", node.target))
-                    assert name not in ("index_put_", "copy_", "scatter_", "setitem"), node
-    assert tables.length.shape == tables.last_token.shape
+
+
+KEPT, PLACES = torch.zeros(5, 4), torch.tensor([3, 4])
+MISUSES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "written": (lambda x: KEPT[:2].copy_(x) + x, "copy_.default writes"),
+    "put": (lambda x: x + KEPT.index_put_((PLACES,), x)[:2], "index_put_.default writes"),
+    "copied": (lambda x: x + KEPT.index_add(0, PLACES, x)[:2], "index_add.default copies"),
+    "cast": (lambda x: x + KEPT.double().sum(0).float(), "_to_copy.default copies"),
+    "returned": (lambda x: (x + 1, KEPT[1:3]), "returned"),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_a_piece_that_does_is_found(misuse: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, found = MISUSES[misuse]
+    with watched_pieces(monkeypatch) as watched:
+        run = graphed(
+            body,
+            slots=[Slot("x", ("seqs", 4), torch.float32)],
+            bucketed="seqs",
+            buckets=[2],
+            backend="tc_piecewise",
+            device=EmulatedDevice(),
+            guard="off",
+            facts="off",
+        )
+        run.capture(silent)
+    assert watched.num_calls > 0
+    assert any(found in one for one in watched.misuses([KEPT])), watched.misuses([KEPT])
+
+
+def test_inductor_hands_a_view_on_and_copies_nothing() -> None:
+    """What pieces do with the page table, by the compiler that makes code of its own."""
+    table, found = torch.arange(60).reshape(5, 12), []
+
+    def backend(module: Any, examples: Any) -> Any:
+        for node, value in zip(module.graph.nodes, examples, strict=False):
+            node.meta["example_value"] = value
+        found.append(COMPILERS["inductor"](module))
+        return module.forward
+
+    def body(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return table[:, :8], x + 1
+
+    torch.compile(body, backend=backend, fullgraph=True, dynamic=False)(torch.ones(2), table)
+    view, _ = found[0](table, torch.ones(2))  # in the order in which the body uses them
+    assert torch.equal(view, table[:, :8])
+    assert view.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
 
 
 def test_no_recording_has_a_copy_of_the_cache() -> None:
@@ -150,6 +222,28 @@ def test_one_program_also_where_long_steps_are_cut(eager: LLM, monkeypatch: pyte
     assert [row.error for report in llm.reports for row in report.failures] == []
     found, wanted = (one.generate(PROMPTS, GREEDY) for one in (llm, eager))
     assert [one.tokens for one in found] == [one.tokens for one in wanted]
+
+
+def test_every_shape_of_every_phase_is_compiled_before_the_first_capture() -> None:
+    """By what is told, and by Dynamo's own count, which a capture finds where it stays."""
+    told: list[tuple[str, int]] = []
+    counts = importlib.import_module("torch._dynamo.utils").counters["stats"]
+    begun = counts["unique_graphs"]
+    llm = make(
+        cache_tokens=512,
+        progress=lambda doing, done, total: told.append((doing, counts["unique_graphs"] - begun)),
+        decode="tc_piecewise",
+        prefill="tc_piecewise",
+    )
+    doing = [name for name, _ in told]
+    for phase in ("decode", "prefill"):
+        keys = {str(key) for key in llm.executor.runners[phase].captured}
+        assert keys == {name.removeprefix("compiling ") for name in doing if name.startswith(f"compiling {phase}[")}
+        assert any(name.startswith(f"capturing {phase}") for name in doing)
+    first = next(index for index, name in enumerate(doing) if name.startswith("capturing"))
+    assert not [name for name in doing[first:] if name.startswith("compiling")]
+    num_programs = sum(backend_of(llm, phase).num_programs for phase in ("decode", "prefill"))
+    assert [count for _, count in told[first:]] == [num_programs] * len(told[first:])
 
 
 def test_a_trial_for_its_memory_compiles_nothing(compiled: LLM) -> None:

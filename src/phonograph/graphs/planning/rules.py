@@ -100,7 +100,10 @@ def _as_written(facts: DeviceFacts) -> str:
 
 def _device_lacks_compiler(facts: DeviceFacts, values: ResolvedValues) -> Iterator[Change]:
     compiler = str(values["tc_compiler"].value)
-    if facts.compilers and compiler not in facts.compilers and _traced_phases(values):
+    if not facts.compilers:
+        for name in _traced_phases(values):
+            yield Change(name, _as_written(facts), f"the device {facts.device} can't record what any compiler makes")
+    elif compiler not in facts.compilers and _traced_phases(values):
         because = f"the device {facts.device} can't record what {compiler} compiles"
         yield Change("tc_compiler", min(facts.compilers), because)
 
@@ -183,7 +186,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "device-lacks-compiler",
-        "the compiler of tc_piecewise is one whose code the device can record",
+        "the compiler of tc_piecewise is one whose code the device can record; without one nothing is compiled",
         _device_lacks_compiler,
         ignorable=False,
     ),
