@@ -11,7 +11,7 @@ import torch
 
 from drafted import REQUESTS
 from phonograph.engine.passes.drafting import Accepted, Drafting
-from speculation import Driver, check, speculating
+from speculation import Driver, Switching, check, speculating
 
 METHODS = ("features", "read", "draft", "keep_up")
 
@@ -43,31 +43,18 @@ class Reading:
         assert features.shape[0] == following.shape[0]
         self._done("read", None)
 
-    def draft(self, accepted: Accepted) -> torch.Tensor:
+    def draft(self, accepted: Accepted, depth: int) -> torch.Tensor:
         assert accepted.features is not None
-        found: torch.Tensor = self._done("draft", accepted.tokens[:, :1].repeat(1, 3))
+        found: torch.Tensor = self._done("draft", accepted.tokens[:, :1].repeat(1, depth))
         return found
 
     def keep_up(self, accepted: Accepted) -> None:
         self._done("keep_up", None)
 
 
-class Alternating:
-    """Two rounds, then two plain steps."""
-
-    calls = 0
-
-    def of(self, decodes: Any) -> int:
-        self.calls += 1
-        return 4 if self.calls // 2 % 2 else 1
-
-    def took(self, step: Any, updates: Any) -> None:
-        pass
-
-
 def expect_plain_output(drafter: Reading, backend: str) -> None:
     core = speculating(Drafting("reading", 3, lambda parts: drafter), backend)
-    core.scheduler.width = Alternating()
+    core.scheduler.width = Switching((1, 4))
     check(Driver(core).run(REQUESTS[:6]))
     assert core.scheduler.counts.steps > 0
 

@@ -39,7 +39,7 @@ from phonograph.engine.passes.registry import PASSES, kept_by
 from phonograph.engine.passes.target_verify import speculating_passes
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence as Seq
-from speculation import MAX_LEN, Driver, check, plain, plain_llm, speculating
+from speculation import MAX_LEN, Driver, Switching, check, plain, plain_llm, speculating
 
 pytestmark = pytest.mark.slow
 
@@ -192,6 +192,14 @@ def test_drafts_after_plain_steps_are_the_same(folder: Path) -> None:
     core = speculating(drafting(folder), "disabled", max_ahead=0, prefix_cache=False, chunk=7)
     core.scheduler.width = turns = Turns(4)
     assert expect_drafts(core, 3, by_hand.drafts, lambda: turns.calls % 4 == 0) > 10
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_drafts_after_narrow_rounds_are_the_same(tmp_path: Path, count: int) -> None:
+    folder = written(tmp_path, tensors(count), count)
+    core = speculating(drafting(folder), "disabled", max_ahead=0, prefix_cache=False, chunk=7, narrows=True)
+    core.scheduler.width = widths = Switching((2, 2, 4), every=1)
+    assert expect_drafts(core, 3, ByHand(folder, count).drafts, lambda: widths.calls % 3 == 2) > 10
 
 
 @pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])

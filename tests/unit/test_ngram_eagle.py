@@ -142,7 +142,7 @@ def test_the_recordings_are_right(head: DraftHead) -> None:
 class Lost(EagleDrafter):
     """A head that fails after it has taken in the round."""
 
-    def draft(self, accepted: Accepted) -> torch.Tensor:
+    def draft(self, accepted: Accepted, depth: int) -> torch.Tensor:
         self.keep_up(accepted)
         raise ValueError("no idea")
 
@@ -152,8 +152,8 @@ def raises(accepted: Accepted) -> torch.Tensor:
 
 
 FAILING: dict[str, Callable[[PassParts, DraftHead], tuple[Drafter, ReadsTarget]]] = {
-    "lookup": lambda parts, head: (Says(raises), EagleDrafter(parts, head, DEPTH)),
-    "head": lambda parts, head: (NgramDrafter(parts, DEPTH), Lost(parts, head, DEPTH)),
+    "lookup": lambda parts, head: (Says(raises), EagleDrafter(parts, head)),
+    "head": lambda parts, head: (NgramDrafter(parts), Lost(parts, head)),
 }
 
 

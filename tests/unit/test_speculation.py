@@ -27,7 +27,7 @@ from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.scheduling.step_width import WherePaid
 from phonograph.graphs.planning.settings import ask
-from speculation import MAX_LEN, Driver, check, oracle, plain, saying, speculating
+from speculation import MAX_LEN, Driver, Switching, check, oracle, plain, saying, speculating
 
 pytestmark = pytest.mark.slow
 
@@ -410,24 +410,10 @@ def test_rounds_that_end_bring_what_is_taken_of_them() -> None:
 # -- plain steps ----------------------------------------------------------------------------------------------
 
 
-class Alternating:
-    """Some rounds, then some plain steps."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.calls = most, 0
-
-    def of(self, decodes: Any) -> int:
-        self.calls += 1
-        return self.most if self.calls // 3 % 2 else 1
-
-    def took(self, step: Any, updates: Any) -> None:
-        pass
-
-
 @pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])
 def test_rounds_and_plain_steps_in_turn(backend: str) -> None:
     core = speculating(ngram(3), backend)
-    core.scheduler.width = Alternating(4)
+    core.scheduler.width = Switching((1, 4), every=3)
     check(Driver(core).run(REQUESTS))
     if backend != "disabled":
         assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
@@ -455,7 +441,7 @@ def test_where_nobody_takes_drafts_steps_are_plain_and_steady() -> None:
 def test_where_rounds_don_t_pay_steps_are_plain() -> None:
     """With costs that no drafter can make up for: a few rounds at first, then plain steps, and a probe now and then."""
     core = speculating(oracle(3, 90), "disabled", max_ahead=1, prefix_cache=False)
-    core.scheduler.width = WherePaid(core.scheduler.limits, StepCosts((4,), (3.9,)))
+    core.scheduler.width = WherePaid(core.scheduler.limits, StepCosts((4,), {4: (3.9,)}))
     for _ in range(3):
         check(Driver(core).run(REQUESTS[:4]))
     found = core.speculation.counts

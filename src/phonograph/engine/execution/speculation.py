@@ -9,19 +9,21 @@ from typing import Literal
 
 import torch
 
+from phonograph.devices import Device
 from phonograph.engine.checkpoints import Checkpoint, shipped_head
 from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
 from phonograph.engine.checkpoints.mtp import MtpCheckpoint, has_modules
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.interface import Model
-from phonograph.engine.options import EngineOptions
+from phonograph.engine.options import EngineOptions, SpeculateWhen
 from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.eagle import eagle
 from phonograph.engine.passes.mtp import mtp
 from phonograph.engine.passes.ngram import ngram
 from phonograph.engine.passes.ngram_eagle import ngram_eagle
 from phonograph.engine.passes.registry import TARGET_VERIFY, PassDeclaration, passes_for
-from phonograph.engine.passes.target_verify import PLAIN_STEPS, speculating_passes
+from phonograph.engine.passes.target_verify import HALF_ROUNDS, PLAIN_STEPS, speculating_passes
+from phonograph.engine.requests.limits import half_width
 from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.errors import PlanError
 from phonograph.graphs.running.runner import Runner
@@ -80,22 +82,26 @@ def choose_drafter(options: EngineOptions, checkpoint: Checkpoint) -> Chosen | N
     return Chosen("eagle", why, draft) if name == "auto" else Chosen(name, draft=draft)
 
 
-def passes_with(drafting: Drafting | None, options: EngineOptions) -> Sequence[PassDeclaration]:
+def when_for(options: EngineOptions, device: Device) -> SpeculateWhen:
+    """When rounds are launched: as asked, or where they pay on a device whose recordings can be timed."""
+    return options.speculate_when or ("always" if device.torch_device.type == "cpu" else "pays")
+
+
+def passes_with(drafting: Drafting | None, options: EngineOptions, device: Device) -> Sequence[PassDeclaration]:
     """The passes of an engine with this drafter, or without one."""
-    embeddings = options.embeddings
-    passes = (
-        passes_for(embeddings=embeddings) if drafting is None else speculating_passes(drafting, embeddings=embeddings)
-    )
+    passes = passes_for(embeddings=options.embeddings)
+    if drafting is not None:
+        narrows = when_for(options, device) == "pays"
+        passes = speculating_passes(drafting, embeddings=options.embeddings, narrows=narrows)
     return [replace(one, gives_states=one.serves) for one in passes] if options.return_hidden_states else passes
 
 
 def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:
     """The measured cost of rounds; None where they are launched whatever they cost."""
-    where = options.speculate_when or ("always" if executor.device.torch_device.type == "cpu" else "pays")
-    if not options.speculates or where == "always":
+    if not options.speculates or when_for(options, executor.device) == "always":
         return None
     try:
-        costs = measured_costs(executor.runners[TARGET_VERIFY.name])
+        costs = measured_costs(executor.runners[TARGET_VERIFY.name], executor.limits.tokens_per_row)
     except Exception as error:  # no request depends on the measurement
         log.warning("what rounds cost could not be measured (%s: %s)", type(error).__name__, error)
         costs = None
@@ -105,13 +111,17 @@ def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:
 
 
 @torch.inference_mode()
-def measured_costs(runner: Runner) -> StepCosts | None:
-    """How much longer rounds take than plain steps, for every size that has both; None where none has."""
-    keys = {(key.size, key.axes): key for key in runner.captured}
-    sizes = sorted(size for size, axes in keys if not axes and (size, PLAIN_STEPS) in keys)
-    if not sizes:
+def measured_costs(runner: Runner, tokens_per_row: int) -> StepCosts | None:
+    """How much longer rounds take than plain steps, for every size that has all widths; None where none has."""
+    keys, passes = {(key.size, key.axes): key for key in runner.captured}, ("", HALF_ROUNDS, PLAIN_STEPS)
+    recorded = [axes for axes in passes if any(axes == found for _, found in keys)]
+    sizes = sorted(size for size, axes in keys if not axes and all((size, one) in keys for one in recorded))
+    if not sizes or PLAIN_STEPS not in recorded:
         return None
-    pairs = [
-        (replay_seconds(runner, keys[size, ""]), replay_seconds(runner, keys[size, PLAIN_STEPS])) for size in sizes
-    ]
-    return StepCosts(tuple(sizes), tuple(rounds / plain for rounds, plain in pairs))
+    seconds = {axes: [replay_seconds(runner, keys[size, axes]) for size in sizes] for axes in recorded}
+    plain = seconds.pop(PLAIN_STEPS)
+    ratios = {
+        axes: tuple(taken / least for taken, least in zip(times, plain, strict=True)) for axes, times in seconds.items()
+    }
+    widths = {"": tokens_per_row, HALF_ROUNDS: half_width(tokens_per_row)}
+    return StepCosts(tuple(sizes), {widths[axes]: found for axes, found in ratios.items()})

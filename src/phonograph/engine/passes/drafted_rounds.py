@@ -82,13 +82,17 @@ class DraftedRounds:
         """[max_seqs + 1, depth], also where that is 1."""
         return self._parts.tables["draft"].view(-1, self.width - 1)
 
+    def _drafts_of(self, width: int) -> torch.Tensor:
+        """Of every row those that a round of this width takes."""
+        return self._drafts[:, : width - 1]
+
     def tokens(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         return tokens_at(rows, offsets, self._drafts, self._parts.tables.last_token, self._vocab)
 
-    def spread(self, rows: torch.Tensor, kernels: RoundKernels) -> RoundTokens:
+    def spread(self, rows: torch.Tensor, width: int, kernels: RoundKernels) -> RoundTokens:
         """All tokens of a round of these rows."""
         tables = self._parts.tables
-        return kernels.spread(rows, self._drafts, tables.last_token, tables.length, self._vocab)
+        return kernels.spread(rows, self._drafts_of(width), tables.last_token, tables.length, self._vocab)
 
     def verify(
         self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds
@@ -129,7 +133,7 @@ class DraftedRounds:
         block, bounds = picked.tokens.view(-1, width), (tables["depth"], tables["limit"])
         # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
         kernels = self._parts.model.kernels.rounds
-        taken = kernels.accept(queries, tokens, block, bounds, last_token, length, self._drafts)
+        taken = kernels.accept(queries, tokens, block, bounds, last_token, length, self._drafts_of(width))
         rows, starts = (part.view(-1, width)[:, 0] for part in (queries.rows, queries.positions))
         if is_penalised:
             for place, token in enumerate(block.unbind(1)):
@@ -141,18 +145,19 @@ class DraftedRounds:
         parts = (likely.token_logprob, likely.top_ids, likely.top_logprobs)
         return (*found, *(part.view(-1, width, *part.shape[1:]) for part in parts))
 
-    def draft(self, accepted: Accepted, *, drafts: bool) -> None:
-        """Draft, and keep the drafts for the next round; or only let the drafter take in the new tokens."""
+    def draft(self, accepted: Accepted, depth: int) -> None:
+        """Draft so many tokens, and keep them for the next round; or, of none, only let the drafter take in the new
+        tokens."""
         run = self._opaque_draft if current().stage is Stage.COMPILING else self._draft
         table, features = accepted.table, accepted.features
         places = (accepted.rows, accepted.starts, accepted.tokens, accepted.counts, table)
-        run(places, features, drafts, self._drafts, self._kept)
+        run(places, features, depth, self._drafts, self._kept)
 
     def _draft(
         self,
         places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         features: torch.Tensor | None,
-        is_on: bool,
+        depth: int,
         drafts: torch.Tensor,
         kept: tuple[torch.Tensor, ...],
     ) -> None:
@@ -160,10 +165,10 @@ class DraftedRounds:
         accepted = Accepted(*places, features)
         rows = accepted.rows
         try:
-            if is_on:
-                found = self._drafter.draft(accepted)
-                if found.shape != (len(rows), drafts.shape[1]):
-                    raise ValueError(f"drafts of shape {list(found.shape)}, expected {[len(rows), drafts.shape[1]]}")
+            if depth:
+                found = self._drafter.draft(accepted, depth)
+                if found.shape != (len(rows), depth):
+                    raise ValueError(f"drafts of shape {list(found.shape)}, expected {[len(rows), depth]}")
                 self._parts.model.kernels.rounds.keep_drafts(drafts, rows, found)
             else:
                 self._drafter.keep_up(accepted)
@@ -224,7 +229,8 @@ class DraftedRounds:
         features: torch.Tensor | None,
     ) -> Picked:
         picked, accepted = self.verify(logits, tokens, queries, needs)
-        self.draft(replace(accepted, features=features), drafts=queries.tokens_per_row != 1)
+        assert queries.tokens_per_row is not None
+        self.draft(replace(accepted, features=features), queries.tokens_per_row - 1)
         return picked
 
     def begin(
@@ -233,13 +239,12 @@ class DraftedRounds:
         queries: Queries,
         needs: SamplingNeeds,
         features: torch.Tensor | None,
-        *,
-        drafts: bool,
+        depth: int,
     ) -> Picked:
         picked = self._parts.tail.next_tokens(logits, queries, needs)
         rows, tokens = queries.rows, picked.tokens.clamp_min(0)[:, None]
         starts, counts = queries.token_positions, (rows > 0).long()
-        self.draft(Accepted(rows, starts, tokens, counts, queries.table, features), drafts=drafts)
+        self.draft(Accepted(rows, starts, tokens, counts, queries.table, features), depth)
         return picked
 
 

@@ -23,6 +23,7 @@ from phonograph.engine.passes.prefill import prefill_pass
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import EMBED, HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
 from phonograph.engine.passes.sampling_tail import axes_for
+from phonograph.engine.requests.limits import half_width
 from phonograph.engine.state.column import Column, RowSource, TrialRows, Writer
 from phonograph.graphs.phases.axes import Axis
 
@@ -80,7 +81,7 @@ class _Links:
         if width == 1:
             tokens, queries = tables.last_token, Queries(batch.rows, tables.length, pages, 1, by_row=True)
         else:
-            spread = self._rounds.spread(batch.rows, self._model.kernels.rounds)
+            spread = self._rounds.spread(batch.rows, width, self._model.kernels.rounds)
             tokens, queries = spread.tokens, Queries(spread.rows, spread.positions, pages, tokens_per_row=width)
         hidden = self._model.hidden(tokens, queries, self._parts.cache, taps=self._rounds.taps)
         picked, accepted = self._rounds.verify(self._model.logits(hidden.states), tokens, queries, batch.needs)
@@ -92,7 +93,7 @@ class _Links:
     def draft(self, batch: DecodeBatch, found: tuple[Picked, Accepted]) -> Picked:
         """What is drafted for the next round."""
         picked, accepted = found
-        self._rounds.draft(accepted, drafts=batch.tokens_per_row > 1)
+        self._rounds.draft(accepted, batch.tokens_per_row - 1)
         return picked
 
 
@@ -100,16 +101,25 @@ PLAIN_STEPS = "drafts=off"
 """What recordings of steps without drafts are called."""
 
 
-def _drafts_axis(width: int) -> Axis:
-    """Rounds of drafts; or, where nobody takes any, one token a row, as plain decoding has it."""
+HALF_ROUNDS = "drafts=half"
+"""And those of rounds of half as many drafts."""
+
+
+def _drafts_axis(width: int, *, narrows: bool) -> Axis:
+    """Rounds of all drafts; of half as many, where that may pay; or one token a row, as plain decoding has it."""
+    half = {"half": half_width(width)} if narrows and half_width(width) > 1 else {}
+    widths = {"on": width, **half, "off": 1}
+    names = {found: name for name, found in widths.items()}
 
     def applied(batch: DecodeBatch, value: str) -> DecodeBatch:
-        return replace(batch, tokens_per_row=width if value == "on" else 1)
+        return replace(batch, tokens_per_row=widths[value])
 
-    return Axis("drafts", ("on", "off"), of=lambda batch: "on" if batch.tokens_per_row > 1 else "off", apply=applied)
+    return Axis("drafts", tuple(widths), of=lambda batch: names[batch.tokens_per_row], apply=applied)
 
 
-def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration, drafter: Drafter) -> Pass:
+def target_verify_pass(
+    parts: PassParts, backend: str, declared: PassDeclaration, drafter: Drafter, *, narrows: bool = False
+) -> Pass:
     """The pass over rows that decode in rounds: verify, then draft, as one recording."""
     rounds, length = DraftedRounds(parts, drafter), parts.tables.length
     links, batches = _Links(parts, rounds, backend), DecodeBatches(parts.limits, rounds.ahead)
@@ -130,7 +140,7 @@ def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration
         is_steady=batches.is_steady,
         body=links.verify,
         sample=lambda extent, seed: replace(sample_rows(parts, extent, seed), tokens_per_row=rounds.width),
-        axes=[*axes_for(parts.gives_states), _drafts_axis(rounds.width)],
+        axes=[*axes_for(parts.gives_states), _drafts_axis(rounds.width, narrows=narrows)],
         preserve=parts.trials.running,
         reads=rounds.reads,
     )
@@ -144,11 +154,16 @@ def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration
     return replace(chained(declared, verify, draft), written=written)
 
 
-def speculating_passes(drafting: Drafting, *, embeddings: bool = False) -> tuple[PassDeclaration, ...]:
-    """`SPECULATING`, with this drafter; rows among prompts verify what was drafted too, pooled ones among them."""
+def speculating_passes(
+    drafting: Drafting, *, embeddings: bool = False, narrows: bool = False
+) -> tuple[PassDeclaration, ...]:
+    """`SPECULATING`, with this drafter; rows among prompts verify what was drafted too, pooled ones among them.
+
+    With `narrows` there are recordings of rounds of half as many drafts.
+    """
 
     def target_verify(parts: PassParts, backend: str) -> Pass:
-        return target_verify_pass(parts, backend, declared, drafting.make(parts))
+        return target_verify_pass(parts, backend, declared, drafting.make(parts), narrows=narrows)
 
     def mixed(plain: PassDeclaration, make: Callable[..., Pass]) -> PassDeclaration:
         def made(parts: PassParts, backend: str) -> Pass:
