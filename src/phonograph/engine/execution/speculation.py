@@ -14,6 +14,7 @@ from phonograph.engine.checkpoints import Checkpoint, shipped_head
 from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
 from phonograph.engine.checkpoints.mtp import MtpCheckpoint, has_modules
 from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.speculation_rules import has_own_layers, refuse_excluded
 from phonograph.engine.models.interface import Model
 from phonograph.engine.options import EngineOptions, SpeculateWhen
 from phonograph.engine.passes.drafting import Drafting
@@ -25,7 +26,6 @@ from phonograph.engine.passes.registry import TARGET_VERIFY, PassDeclaration, pa
 from phonograph.engine.passes.target_verify import HALF_ROUNDS, PLAIN_STEPS, speculating_passes
 from phonograph.engine.requests.limits import half_width
 from phonograph.engine.requests.step_costs import StepCosts
-from phonograph.errors import PlanError
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.coverage import replay_seconds
 
@@ -58,28 +58,28 @@ class Chosen:
 
 
 def choose_drafter(options: EngineOptions, checkpoint: Checkpoint) -> Chosen | None:
-    """The drafter for a model, if there is one; a head or modules that do not fit are refused, before weights are
-    read."""
+    """The drafter for a model, if there is one; what speculation excludes, and a head or modules that do not fit, are
+    refused before weights are read."""
+    refuse_excluded(options, checkpoint)
     name, folder, target = options.speculate, options.draft, checkpoint.config
     if name == "off":
         return None
     if name == "mtp":
         assert folder is not None
         return Chosen("mtp", draft=MtpCheckpoint.open(folder, target))
-    shipped = None if folder is not None or name == "ngram" else shipped_head(checkpoint)
+    can_read = name != "ngram" and folder is None and has_own_layers(checkpoint)
+    shipped = shipped_head(checkpoint) if can_read else None
     head = folder or shipped
-    if name in ("eagle", "ngram+eagle") and head is None:
-        raise PlanError(
-            f"--speculate {name} drafts by a head, and none comes with this model. Give --draft PATH, or use "
-            "--speculate ngram."
-        )
     if name == "auto" and folder is not None and has_modules(folder):
         return Chosen("mtp", "--draft names MTP modules", MtpCheckpoint.open(folder, target))
     if head is None:
-        return Chosen("ngram", "no head comes with this model, and --draft names none" if name == "auto" else "")
+        why = "no head comes with this model, and --draft names none"
+        if not has_own_layers(checkpoint):
+            why = "this model has layers that no head can read"
+        return Chosen("ngram", why if name == "auto" else "")
     why = "--draft names a head" if shipped is None else "a head comes with this model"
     draft = DraftCheckpoint.open(head, target)
-    return Chosen("eagle", why, draft) if name == "auto" else Chosen(name, draft=draft)
+    return Chosen(name, draft=draft) if name in ("eagle", "ngram+eagle") else Chosen("eagle", why, draft)
 
 
 def when_for(options: EngineOptions, device: Device) -> SpeculateWhen:
