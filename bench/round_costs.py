@@ -53,7 +53,7 @@ def round_costs(llm: LLM, num_rows: int) -> dict[str, Any]:
     bodies: dict[str, Callable[[], object]] = {"acceptance": acceptance}
     if isinstance(drafter, ReadsTarget):
         bodies["features"] = lambda: drafter.features(taps)
-    bodies |= {"extend": lambda: drafter.keep_up(accepted), "draft": lambda: drafter.draft(accepted)}
+    bodies |= {"extend": lambda: drafter.keep_up(accepted), "draft": lambda: drafter.draft(accepted, depth)}
     seconds = {name: device_seconds(device, graph_of(device, _run(body)).replay) for name, body in bodies.items()}
     total = sum(time for name, time in seconds.items() if name != "extend")
     match drafting.weights:

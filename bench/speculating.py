@@ -207,7 +207,7 @@ class Benchmark:
 
         def work(llm: LLM) -> tuple[dict[int, float], str]:
             rates = self._by_batch(llm, self.setting.new_tokens)
-            return rates, str(measured_costs(llm.executor.runners[TARGET_VERIFY.name]))
+            return rates, str(measured_costs(llm.executor.runners[TARGET_VERIFY.name], llm.limits.tokens_per_row))
 
         plain = yield Engine(), partial(self._by_batch, new_tokens=self.setting.new_tokens)
         found: Figures = {"plain": {f"{count}": round(rate, 1) for count, rate in plain.items()}}

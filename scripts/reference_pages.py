@@ -22,6 +22,7 @@ from phonograph import errors, settings
 from phonograph.cli import flags as cli_flags
 from phonograph.cli import serve
 from phonograph.cli.main import command_line
+from phonograph.engine.execution.speculation_rules import SPECULATION_RULES
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.registry import ALL_PHASES
 from phonograph.engine.process.arguments import EngineArguments
@@ -257,6 +258,7 @@ def reasons_page() -> str:
     docs = _attribute_docs(Reason)
     reasons = [(f"`{reason.value}`", f"`Reason.{reason.name}`", docs[reason.name]) for reason in Reason]
     rules = [(f"`{rule.name}`", rule.says, "yes" if rule.ignorable else "no") for rule in RULES]
+    excluded = [(f"`{rule.name}`", rule.says) for rule in SPECULATION_RULES]
     return _page(
         "Reasons and rules",
         "## Why a call was eager\n",
@@ -268,6 +270,10 @@ def reasons_page() -> str:
         "A rule that changed a value is named in the plan with its sentence. `--ignore-rule NAME` goes past those that "
         "can be ignored, and the plan records that.\n",
         table(("rule", "what holds once it is applied", "can be ignored"), rules),
+        "## Rules of speculation\n",
+        "Whoever asks for `--speculate` and for something that it excludes is refused by the rule's name, before "
+        "weights are read ([Speculation](../speculation.md#what-it-excludes)).\n",
+        table(("rule", "what holds where something is drafted"), excluded),
     )
 
 

@@ -77,13 +77,12 @@ class Oracle:
     reads: Sequence[str] = ("oracle",)
     writes: Sequence[str] = ()
 
-    def __init__(self, parts: PassParts, depth: int, spoiled: int) -> None:
-        self._tables, self._vocab = parts.tables, parts.model.config.vocab
-        self._depth, self._spoiled = depth, spoiled
+    def __init__(self, parts: PassParts, spoiled: int) -> None:
+        self._tables, self._vocab, self._spoiled = parts.tables, parts.model.config.vocab, spoiled
 
-    def draft(self, accepted: Accepted) -> torch.Tensor:
+    def draft(self, accepted: Accepted, depth: int) -> torch.Tensor:
         rows, oracle = accepted.rows[:, None], self._tables["oracle"]
-        places = self._tables.length[rows] + 1 + torch.arange(self._depth)
+        places = self._tables.length[rows] + 1 + torch.arange(depth)
         said = oracle[rows, places.clamp_max(oracle.shape[1] - 1)]
         wrong = hashed(places, rows, self._spoiled) % 100 < self._spoiled
         return (said + wrong) % self._vocab
@@ -98,7 +97,7 @@ def oracle(depth: int, spoiled: int) -> Drafting:
         return [*request.prompt, *plain(request.prompt, request.params).tokens]
 
     column = Column("oracle", torch.int64, width=Width.POSITIONS, value=said)
-    return Drafting("oracle", depth, lambda parts: Oracle(parts, depth, spoiled), lambda: (column,))
+    return Drafting("oracle", depth, lambda parts: Oracle(parts, spoiled), lambda: (column,))
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,8 @@ class Says:
     reads: Sequence[str] = ()
     writes: Sequence[str] = ()
 
-    def draft(self, accepted: Accepted) -> torch.Tensor:
-        return self.say(accepted)
+    def draft(self, accepted: Accepted, depth: int) -> torch.Tensor:
+        return self.say(accepted)[:, :depth]
 
     def keep_up(self, accepted: Accepted) -> None:
         pass
@@ -121,19 +120,41 @@ def saying(depth: int, say: Callable[[Accepted], torch.Tensor]) -> Drafting:
 
 
 def speculating(
-    drafting: Drafting, backend: str = "full", *, mixed: bool = True, prefix_cache: bool = True, **changes: Any
+    drafting: Drafting,
+    backend: str = "full",
+    *,
+    mixed: bool = True,
+    prefix_cache: bool = True,
+    narrows: bool = False,
+    **changes: Any,
 ) -> EngineCore[Executor]:
-    """An engine on the emulated device, with everything recorded."""
+    """An engine on the emulated device, with everything recorded; rounds of half as many drafts only on request."""
     usual: dict[str, Any] = {"max_seqs": 4, "max_len": MAX_LEN, "page_size": 8, "num_pages": 60, "max_ahead": 2}
     usual |= {"tokens_per_row": drafting.depth + 1, "max_tokens": 4 * (drafting.depth + 1) + 16}
     limits = Limits(**{**usual, **changes})
-    device, passes = EmulatedDevice(poison=True), speculating_passes(drafting)
+    device, passes = EmulatedDevice(poison=True), speculating_passes(drafting, narrows=narrows)
     asked = [ask(f"{one.name}.backend", backend, origin="test") for one in passes]
     plan = resolve(asked, facts_of(device), [one.defaults for one in passes])
     executor = Executor(plain_llm().executor.model, TorchSampler(), device, plan, limits, passes=passes)
     executor.capture()
     named = step_passes_for(speculates=True)
     return EngineCore(Scheduler(limits, mixed=mixed, prefix_cache=prefix_cache, passes=named), executor)
+
+
+@dataclass
+class Switching:
+    """Steps of several widths, some of each before the next."""
+
+    widths: Sequence[int]
+    every: int = 2
+    calls: int = 0
+
+    def of(self, decodes: Any) -> int:
+        self.calls += 1
+        return self.widths[self.calls // self.every % len(self.widths)]
+
+    def took(self, step: Any, updates: Any) -> None:
+        pass
 
 
 @dataclass

@@ -33,6 +33,12 @@ def numbers(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
+def first_columns(rows: list[list[int]], further: int) -> torch.Tensor:
+    """A table of these rows, which has so many columns more."""
+    width = len(rows[0])
+    return numbers([[*row, *[9] * further] for row in rows])[:, :width]
+
+
 def every(stride: int, values: list[int]) -> torch.Tensor:
     """A column of a wider block, as that of a round's first places is."""
     return numbers([[value] + [99] * (stride - 1) for value in values]).view(-1, stride)[:, 0]
@@ -169,11 +175,13 @@ def accepted(
 
 @pytest.mark.parametrize("width", [2, 3, 5, 8])
 @pytest.mark.parametrize("num_rows", [1, 2, 33])
-def test_places_without_a_draft_are_told_apart(width: int, num_rows: int) -> None:
-    """Rows whose drafts are all right, all wrong, none, or only the first; and padding in between."""
+@pytest.mark.parametrize("further", [0, 3])
+def test_places_without_a_draft_are_told_apart(width: int, num_rows: int, further: int) -> None:
+    """Rows whose drafts are all right, all wrong, none, or only the first; and padding in between. A narrow round has
+    the first columns of the table."""
     kinds = [[5] * (width - 1), [6] * (width - 1), [-1] * (width - 1), [5] + [-1] * (width - 2)]
     rows = [0 if number % 5 == 4 else number + 1 for number in range(num_rows)]
-    drafts = numbers([[5] * (width - 1), *(kinds[number % 4] for number in range(num_rows))])
+    drafts = first_columns([[5] * (width - 1), *(kinds[number % 4] for number in range(num_rows))], further)
     embedded = drafts[numbers(rows)].clamp_min(0)
     width_range = torch.arange(width, device=DEVICE)
     queries = Queries(
@@ -256,8 +264,10 @@ def test_nobody_s_round() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.data(), st.integers(1, 7), st.integers(1, 33), st.sampled_from((2, 256, 49_152)))
-def test_rounds_are_the_last_token_and_the_drafts(data: st.DataObject, depth: int, num_rows: int, vocab: int) -> None:
+@given(st.data(), st.integers(1, 7), st.integers(0, 2), st.integers(1, 33), st.sampled_from((2, 256, 49_152)))
+def test_rounds_are_the_last_token_and_the_drafts(
+    data: st.DataObject, depth: int, further: int, num_rows: int, vocab: int
+) -> None:
     any_draft = st.sampled_from((-(1 << 40), -1, 0, 1, vocab - 1, vocab, 1 << 40))
     drafts = [[data.draw(any_draft) for _ in range(depth)] for _ in range(num_rows + 1)]
     last_token = [0, *(row % vocab for row in range(num_rows))]
@@ -267,7 +277,7 @@ def test_rounds_are_the_last_token_and_the_drafts(data: st.DataObject, depth: in
         [last_token[row], *(min(max(draft, 0), vocab - 1) for draft in drafts[row])]
     )]  # fmt: skip
     for kernels in KERNELS:
-        tables = numbers(drafts), numbers(last_token), numbers(length)
+        tables = first_columns(drafts, further), numbers(last_token), numbers(length)
         found = kernels.spread(numbers(rows), *tables, vocab)
         assert (
             list(zip(*(part.tolist() for part in (found.rows, found.positions, found.tokens)), strict=True)) == wanted
@@ -277,16 +287,18 @@ def test_rounds_are_the_last_token_and_the_drafts(data: st.DataObject, depth: in
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("depth", [1, 3, 7])
 @pytest.mark.parametrize("num_rows", [0, 1, 33, 300])
-def test_drafts_are_kept_by_row(num_rows: int, depth: int, stride: int) -> None:
+@pytest.mark.parametrize("further", [0, 2])
+def test_drafts_are_kept_by_row(num_rows: int, depth: int, stride: int, further: int) -> None:
+    """Where fewer are found than a row has places for, there are none in the others."""
     rows = [0 if number % 5 == 3 else number + 1 for number in range(num_rows)]
     found = torch.randint(-(1 << 40), 1 << 40, (num_rows, depth), device=DEVICE)
     for kernels in KERNELS:
-        drafts = torch.full((num_rows + 2, depth), -7, device=DEVICE)
+        drafts = torch.full((num_rows + 2, depth + further), -7, device=DEVICE)
         kernels.keep_drafts(drafts, every(stride, rows), found)
         for number, row in enumerate(rows):
-            expected = found[number].tolist() if row else [-7] * depth
+            expected = [*found[number].tolist(), *[-1] * further] if row else [-7] * (depth + further)
             assert drafts[number + 1].tolist() == expected, "padding writes to nobody's row"
-        assert drafts[-1].tolist() == [-7] * depth
+        assert drafts[-1].tolist() == [-7] * (depth + further)
 
 
 @pytest.mark.slow

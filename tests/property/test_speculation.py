@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from phonograph.engine.models.draft_head import DraftHead
 from phonograph.engine.ops.layers.rounds import continued
 from phonograph.engine.passes.ngram import ngram
 from phonograph.engine.passes.ngram_eagle import ngram_eagle
+from phonograph.engine.requests.limits import half_width
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.sampling.penalties import count_tokens, with_said
-from speculation import MAX_LEN, Driver, check, oracle, plain, plain_llm, speculating
+from speculation import MAX_LEN, Driver, Switching, check, oracle, plain, plain_llm, speculating
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 PARAMS = (
@@ -54,22 +55,6 @@ def random_head() -> DraftHead:
         return checkpoint.load(drafted_for(plain_llm().executor.model), MAX_LEN + 16)
 
 
-@dataclass
-class Switching:
-    """Rounds and plain steps in turn, some of each."""
-
-    most: int
-    period: int
-    calls: int = 0
-
-    def of(self, decodes: tuple[Sequence, ...]) -> int:
-        self.calls += 1
-        return 1 if self.calls * 7919 % self.period < self.period // 2 else self.most
-
-    def took(self, step: Any, updates: Any) -> None:
-        pass
-
-
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
@@ -88,9 +73,11 @@ def test_output_is_that_of_plain_decoding(data: st.DataObject) -> None:
         page_size=page_size,
         num_pages=data.draw(st.sampled_from((96 // page_size + 2, 120)), "pages"),
         reserve_tokens=data.draw(st.sampled_from((0, 64)), "reserve"),
+        narrows=True,
     )
     if data.draw(st.booleans(), "switches"):
-        core.scheduler.width = Switching(depth + 1, data.draw(st.integers(2, 7), "period"))
+        widths = data.draw(st.lists(st.sampled_from((1, half_width(depth + 1), depth + 1)), min_size=1, max_size=7))
+        core.scheduler.width = Switching(widths, every=1)
     many = data.draw(st.lists(requests, min_size=1, max_size=7), "requests")
     gone = data.draw(st.dictionaries(st.integers(1, 40), st.integers(0, 6), max_size=2), "cancelled")
 

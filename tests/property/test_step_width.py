@@ -1,22 +1,29 @@
-"""Adaptive width: rounds where they pay, plain steps where they don't, and little lost in finding out."""
+"""Adaptive width: rounds as wide as they pay, plain steps where they don't, and little lost in finding out."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter, deque
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phonograph.engine.requests.limits import Limits
+from phonograph.engine.requests.limits import Limits, half_width
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep
 from phonograph.engine.requests.step_costs import StepCosts
-from phonograph.engine.scheduling.step_width import WhereDrafted, WherePaid
+from phonograph.engine.scheduling.step_width import Acceptance, WhereDrafted, WherePaid
 
-LIMITS = Limits(max_seqs=64, max_tokens=512, max_len=4096, page_size=16, num_pages=999, tokens_per_row=4)
 SIZES = (1, 4, 16, 64)
+Accepts = Callable[[int], int]
+"""How many drafts of a row in a step of this number would be accepted, were there any number of them."""
+
+
+def limits(width: int = 4) -> Limits:
+    return Limits(max_seqs=64, max_tokens=64 * width, max_len=4096, page_size=16, num_pages=999, tokens_per_row=width)
 
 
 def rows(count: int, speculate: bool | None = None) -> tuple[Sequence, ...]:
@@ -24,68 +31,207 @@ def rows(count: int, speculate: bool | None = None) -> tuple[Sequence, ...]:
     return tuple(Sequence(request, index, 9, frozenset(), rank=(1, 0, 0.0, index)) for index in range(count))
 
 
-def simulated(policy: WherePaid, ratio: float, num_rows: int, steps: int, brings: Callable[[int], int]) -> float:
-    """Plain tokens in the time that it took, over the tokens that came: 1 is as fast as plain decoding."""
-    decodes, seconds, tokens, since_plain = rows(num_rows), 0.0, 0, 0
-    for number in range(steps):
-        width = policy.of(decodes)
-        # After a plain step, the drafts are old ones.
-        since_plain = 0 if width == 1 else since_plain + 1
-        count = 1 if since_plain <= 1 else brings(number)
-        seconds += 1.0 if width == 1 else ratio
-        tokens += count
-        step = ScheduledStep(number, decodes, (), (), width, pass_name="x")
-        policy.took(step, [(sequence, (5,) * count, None) for sequence in decodes])
-    return seconds / tokens
+def linear(ratio: float, width: int = 4, *, halves: bool = True) -> StepCosts:
+    """A round of all drafts costs so much, each of them the same."""
+    half, ratios = half_width(width), {width: (ratio,) * 4}
+    if halves and half > 1:
+        ratios[half] = (1 + (ratio - 1) * (half - 1) / (width - 1),) * 4
+    return StepCosts(SIZES, ratios)
+
+
+class Simulation:
+    """An engine whose commits lag its launches by so many steps."""
+
+    def __init__(self, policy: WherePaid, costs: StepCosts, lag: int = 1, num_rows: int = 4) -> None:
+        self.policy, self.costs, self.lag, self.decodes = policy, costs, lag, rows(num_rows)
+        self.widths: Counter[int] = Counter()
+        self._in_flight: deque[tuple[ScheduledStep, list[int]]] = deque()
+        self._drafted = 99
+
+    def run(self, steps: int, accepts: Accepts) -> float:
+        """The time of plain decoding in which as many tokens come, over which the time that it took: 1 is as fast."""
+        seconds = tokens = 0.0
+        for number in range(steps):
+            width = self.policy.of(self.decodes)
+            self.widths[width] += 1
+            # Drafts are made by the step before, for as many places as that one has.
+            counts = [1 + min(width - 1, self._drafted, accepts(number)) for _ in self.decodes]
+            self._drafted = width - 1
+            seconds += self.costs.ratio(len(self.decodes), width)
+            tokens += sum(counts) / len(counts)
+            self._in_flight.append((ScheduledStep(number, self.decodes, (), (), width, pass_name="x"), counts))
+            while len(self._in_flight) > self.lag:
+                step, found = self._in_flight.popleft()
+                updates = zip(step.decodes, found, strict=True)
+                self.policy.took(step, [(sequence, (5,) * count, None) for sequence, count in updates])
+        return seconds / tokens
+
+
+def simulated(costs: StepCosts, lag: int = 1, num_rows: int = 4) -> Simulation:
+    return Simulation(WherePaid(limits(max(costs.widths)), costs), costs, lag, num_rows)
+
+
+def never(number: int) -> int:
+    return 0
+
+
+def always(number: int) -> int:
+    return 99
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.floats(1.0, 8.0), st.sampled_from((2, 3, 4, 6, 9, 16)), st.integers(0, 3), st.sampled_from(SIZES), st.booleans()
+)
+def test_a_drafter_that_is_always_wrong_costs_two_percent_at_most(
+    ratio: float, width: int, lag: int, num_rows: int, halves: bool
+) -> None:
+    """Rounds in flight, of which nobody knows yet that they bring nothing, are counted."""
+    found = simulated(linear(ratio, width, halves=halves), lag, num_rows)
+    assert found.run(512, never) <= 1.02
+    assert found.run(512, never) <= 1.02, "probes of any later sequence"
+    assert found.run(2000, never) <= 1.01, "later sequences know it already"
+
+
+@pytest.mark.parametrize("lag", range(4))
+@pytest.mark.parametrize("ratio", [2, 4, 6, 7.9])
+def test_a_wide_round_that_is_always_wrong(ratio: float, lag: int) -> None:
+    """Widths whose rounds could pay, were all drafts right: each of them is looked at."""
+    found = simulated(linear(ratio, 16), lag)
+    assert found.run(512, never) <= 1.02
+    assert found.widths[16] >= 1
+
+
+def test_a_width_that_can_never_pay_is_not_tried() -> None:
+    found = simulated(linear(4.5, 4, halves=False))
+    assert found.run(600, always) == 1.0
+    assert set(found.widths) == {1}
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.floats(1.0, 3.5), st.sampled_from(SIZES))
-def test_a_drafter_that_is_always_wrong_costs_two_percent_at_most(ratio: float, num_rows: int) -> None:
-    policy = WherePaid(LIMITS, StepCosts(SIZES, (ratio,) * 4))
-    assert simulated(policy, ratio, num_rows, 512, lambda number: 1) <= 1.02
-    assert simulated(policy, ratio, num_rows, 2000, lambda number: 1) <= 1.01, "later sequences know it already"
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.floats(1.05, 2.4), st.integers(0, 99))
-def test_a_good_drafter_is_used(ratio: float, seed: int) -> None:
+@given(st.floats(1.05, 2.4), st.integers(0, 99), st.integers(0, 3))
+def test_a_good_drafter_is_used(ratio: float, seed: int, lag: int) -> None:
     numbers = random.Random(seed)
-    policy = WherePaid(LIMITS, StepCosts(SIZES, (ratio,) * 4))
-    found = simulated(policy, ratio, 4, 3000, lambda number: numbers.choice((2, 3, 4)))
+    found = simulated(linear(ratio), lag).run(3000, lambda number: numbers.choice((1, 2, 3)))
     assert found <= ratio / 3 * 1.1
 
 
+def chance(share: float, seed: int = 0) -> Accepts:
+    """Each draft is right with this probability."""
+    numbers = random.Random(seed)
+
+    def accepts(number: int) -> int:
+        count = 0
+        while count < 20 and numbers.random() < share:
+            count += 1
+        return count
+
+    return accepts
+
+
+@pytest.mark.parametrize(
+    ("share", "ratio", "width"), [(0.9, 1.6, 4), (0.4, 1.6, 2), (0.1, 1.6, 1), (0.6, 2.2, 2), (0.2, 2.2, 1)]
+)
+def test_rounds_are_as_wide_as_they_pay(share: float, ratio: float, width: int) -> None:
+    """Where deep places are seldom right, rounds of half as many drafts gain more than wide ones."""
+    found = simulated(linear(ratio), num_rows=16)
+    slowness = found.run(2000, chance(share))
+    assert found.widths.most_common(1)[0][0] == width
+    assert found.widths[width] > 0.9 * 2000
+    brought = {one: sum(share**place for place in range(one)) for one in (1, 2, 4)}
+    best = min(found.costs.ratio(16, one) / brought[one] for one in brought)
+    assert slowness <= best * 1.03
+
+
+def test_narrow_rounds_gain_what_wide_ones_or_none_would_lose() -> None:
+    wide, both = simulated(linear(2.0, halves=False), num_rows=16), simulated(linear(2.0), num_rows=16)
+    assert wide.run(2000, chance(0.4)) > 1.0
+    assert both.run(2000, chance(0.4)) < 0.99
+
+
+def test_it_widens_when_deep_places_are_right_again() -> None:
+    found = simulated(linear(1.6), num_rows=16)
+    found.run(1000, chance(0.4))
+    found.widths.clear()
+    found.run(2000, chance(0.9, 1))
+    assert found.widths[4] > 1500
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from((0.05, 0.1, 0.2, 0.3, 0.5, 0.7)), st.floats(1.1, 3.9), st.integers(0, 3), st.integers(1, 8))
+def test_no_acceptance_makes_it_slower_than_plain_steps(share: float, ratio: float, lag: int, num_rows: int) -> None:
+    assert simulated(linear(ratio), lag, num_rows).run(3000, chance(share)) <= 1.02
+
+
 def test_it_comes_back_when_drafts_are_good_again() -> None:
-    policy = WherePaid(LIMITS, StepCosts(SIZES, (1.5,) * 4))
-    assert simulated(policy, 1.5, 4, 1000, lambda number: 1) < 1.02
-    assert simulated(policy, 1.5, 4, 3000, lambda number: 3) < 0.6
+    found = simulated(linear(1.5))
+    assert found.run(1000, never) < 1.02
+    assert found.run(3000, lambda number: 2) < 0.6
+
+
+@pytest.mark.parametrize("ratio", [1.2, 1.5, 2.0, 3.0])
+def test_drafts_that_turn_bad_are_given_up_soon(ratio: float) -> None:
+    found = simulated(linear(ratio))
+    found.run(500, always)
+    assert found.run(512, never) <= 1.03
 
 
 def test_the_batch_decides() -> None:
     """Rounds pay for few rows and not for many; there and back."""
-    policy = WherePaid(LIMITS, StepCosts(SIZES, (1.1, 1.3, 2.0, 3.5)))
-    few, many = rows(2), rows(60)
+    costs = StepCosts(SIZES, {4: (1.1, 1.3, 2.0, 3.5)})
+    policy = WherePaid(limits(), costs)
     for _ in range(3):
-        assert simulated(policy, 1.3, 2, 300, lambda number: 2) < 0.8
-        assert simulated(policy, 3.5, 60, 3000, lambda number: 2) < 1.03
-    assert policy.of(few) == 4
-    assert policy.of(many) == 1
+        assert Simulation(policy, costs, 0, 2).run(300, lambda number: 1) < 0.8
+        assert Simulation(policy, costs, 0, 60).run(3000, lambda number: 1) < 1.03
+    assert policy.of(rows(2)) == 4
+    assert policy.of(rows(60)) == 1
 
 
 def test_costs_are_those_of_the_next_size() -> None:
-    costs = StepCosts(SIZES, (1.1, 1.3, 2.0, 3.5))
-    assert [costs.ratio(count) for count in (1, 2, 4, 5, 16, 17, 64, 99)] == [1.1, 1.3, 1.3, 2.0, 2.0, 3.5, 3.5, 3.5]
+    costs = StepCosts(SIZES, {4: (1.1, 1.3, 2.0, 3.5), 2: (1.0, 1.1, 1.2, 1.3)})
+    counts = (1, 2, 4, 5, 16, 17, 64, 99)
+    assert [costs.ratio(count, 4) for count in counts] == [1.1, 1.3, 1.3, 2.0, 2.0, 3.5, 3.5, 3.5]
+    assert [costs.ratio(count, 2) for count in counts[-2:]] == [1.3, 1.3]
+    assert costs.ratio(3, 1) == 1.0
+    assert costs.widths == [4, 2]
+    assert str(costs).startswith("4 tokens 1.10× at 1, 1.30× at 4")
+
+
+def whole(*counts: int) -> list[tuple[int, bool]]:
+    """Rounds that nothing cut off."""
+    return [(count, False) for count in counts]
+
+
+def test_places_that_a_round_could_not_reach_count_as_the_mean() -> None:
+    found = Acceptance(3)
+    found.note(4, whole(4, 1))
+    found.note(4, [(2, True)])
+    assert found.tokens(4) == pytest.approx(1 + 0.75 + 0.5 + 0.5)
+
+
+def test_acceptance_of_a_place_is_that_of_fresh_drafts() -> None:
+    found = Acceptance(3)
+    found.note(4, whole(3, 3, 1, 1))
+    assert [found.tokens(width) for width in (1, 2, 3, 4)] == [1, 1.5, 2, 2]
+    found.note(1, [])
+    found.note(4, whole(1, 1))
+    assert found.tokens(4) == 2, "after a plain step drafts are old"
+    found.note(2, whole(2, 2))
+    assert found.tokens(2) == 1.75
+    found.note(4, whole(2, 2))
+    assert found.tokens(4) > found.tokens(2) > 1.75, "after a narrow one there is nothing in deeper places"
+    found.give_up()
+    assert found.tokens(4) == 1
 
 
 def test_of_many_costs_some_are_told() -> None:
     sizes = (1, 2, 4, 8, 12, 16, 24, 32, 40)
     told = "1.00× at 1, 1.00× at 2, 1.00× at 4, 1.00× at 8, 1.00× at 16, 1.00× at 32, 1.00× at 40"
-    assert str(StepCosts(sizes, (1.0,) * len(sizes))) == told
+    assert str(StepCosts(sizes, {4: (1.0,) * len(sizes)})) == f"4 tokens {told}"
 
 
 def test_rows_that_take_no_drafts() -> None:
-    for policy in (WhereDrafted(LIMITS), WherePaid(LIMITS, StepCosts(SIZES, (1.0,) * 4))):
+    for policy in (WhereDrafted(limits()), WherePaid(limits(), linear(1.0))):
         assert policy.of(rows(3, speculate=False)) == 1
         assert policy.of((*rows(3, speculate=False), *rows(1))) == 4
         assert policy.of(()) == 4
@@ -99,7 +245,7 @@ def ended(policy: WherePaid, right: Callable[[int], int], max_outputs: int, answ
         while left:
             number, width = number + 1, policy.of(decodes)
             rounds += width > 1
-            count = min(left, 1 + right(number) if width > 1 else 1)
+            count = min(left, 1 + min(right(number), width - 1))
             left -= count
             step = ScheduledStep(number, decodes, (), (), width, pass_name="x")
             finish = None if left else FinishReason.LENGTH
@@ -112,14 +258,14 @@ def ended(policy: WherePaid, right: Callable[[int], int], max_outputs: int, answ
 def test_short_answers_don_t_make_drafts_look_bad(max_outputs: int, seed: int) -> None:
     """Nine in ten rounds have all drafts right: a round that is cut off counts, or only the others would."""
     numbers = random.Random(seed)
-    policy = WherePaid(LIMITS, StepCosts(SIZES, (1.4,) * 4))
+    policy = WherePaid(limits(), linear(1.4))
     ended(policy, lambda number: 3 if numbers.random() < 0.9 else 0, max_outputs, 300)
-    assert policy.of(rows(1)) == 4
+    assert policy.of(rows(1)) > 1
 
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(3, 20))
 def test_short_answers_don_t_hide_bad_drafts(max_outputs: int) -> None:
-    policy = WherePaid(LIMITS, StepCosts(SIZES, (1.4,) * 4))
+    policy = WherePaid(limits(), linear(1.4))
     ended(policy, lambda number: 0, max_outputs, 100)
     assert ended(policy, lambda number: 0, max_outputs, 100) <= 0.03 * 100 * (max_outputs - 1)

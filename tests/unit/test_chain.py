@@ -96,7 +96,7 @@ class OracleRounds:
         return Picked(taken.block)
 
     def begin(
-        self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, features: torch.Tensor | None, **_: bool
+        self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, features: torch.Tensor | None, depth: int
     ) -> Picked:
         return self._parts.tail.next_tokens(logits, queries, needs)
 

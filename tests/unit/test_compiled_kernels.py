@@ -93,4 +93,4 @@ def test_acceptance_compiles(width: int) -> None:
 
 def test_the_ends_of_rounds_compile() -> None:
     compiled("triton.rounds", "_spread", {"vocab": 49_152, "width": 4, "block": 256}, "*i64")
-    compiled("triton.rounds", "_keep_drafts", {"depth": 3, "block": 256}, "*i64")
+    compiled("triton.rounds", "_keep_drafts", {"depth": 3, "found_depth": 3, "block": 256}, "*i64")

@@ -36,7 +36,7 @@ from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.eagle import eagle
 from phonograph.engine.passes.registry import PASSES, kept_by
 from phonograph.engine.passes.target_verify import speculating_passes
-from speculation import MAX_LEN, plain_llm, speculating
+from speculation import MAX_LEN, Switching, plain_llm, speculating
 
 pytestmark = pytest.mark.slow
 
@@ -183,6 +183,12 @@ def test_drafts_are_those_of_the_head_over_the_whole_sequence(
     assert expect_drafts(core, depth, by_hand.drafts) > 60
 
 
+def test_drafts_after_narrow_rounds_are_the_same(folder: Path) -> None:
+    core = speculating(drafting(folder), "disabled", max_ahead=0, prefix_cache=False, chunk=7, narrows=True)
+    core.scheduler.width = widths = Switching((2, 2, 4), every=1)
+    assert expect_drafts(core, 3, ByHand(folder, [0, 1], norms=False).drafts, lambda: widths.calls % 3 == 2) > 10
+
+
 @pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_output_is_that_of_plain_decoding(tmp_path: Path, layers: int, backend: str) -> None:
@@ -275,7 +281,7 @@ def test_a_head_and_its_flag_come_together(folder: Path) -> None:
     for options in ({"draft": folder}, {"speculate": "ngram", "draft": folder}):
         with pytest.raises(PlanError, match="or neither"):
             EngineOptions(**options)
-    with pytest.raises(PlanError, match="none comes with this model"):
+    with pytest.raises(PlanError, match=r"rule 'speculation-needs-a-head' .* none comes with this model"):
         LLM(RandomCheckpoint(TARGET), device="cpu", options=EngineOptions(speculate="eagle"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn import functional
 
 from drafted import (
@@ -30,7 +30,6 @@ from phonograph.engine.checkpoints.draft_head import drafted_for
 from phonograph.engine.checkpoints.mtp import MtpCheckpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.execution.speculation import choose_drafter
-from phonograph.engine.models.config import SHAPES
 from phonograph.engine.models.rope import rope_table
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.drafting import Drafting
@@ -39,52 +38,10 @@ from phonograph.engine.passes.registry import PASSES, kept_by
 from phonograph.engine.passes.target_verify import speculating_passes
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence as Seq
-from speculation import MAX_LEN, Driver, check, plain, plain_llm, speculating
+from random_modules import HIDDEN, TARGET, config, tensors, written
+from speculation import MAX_LEN, Driver, Switching, check, plain, plain_llm, speculating
 
 pytestmark = pytest.mark.slow
-
-TARGET = SHAPES["tiny"]
-HIDDEN = TARGET.hidden
-
-
-def tensors(count: int = 2, *, has_head: bool = True) -> dict[str, torch.Tensor]:
-    """Random ones, of layers with other heads than the target's."""
-    numbers, found = torch.Generator().manual_seed(1), dict[str, torch.Tensor]()
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=numbers) * 2 / shape[-1] ** 0.5
-
-    for index in range(count):
-        own = f"model.layers.{TARGET.num_layers + index}"
-        norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm")
-        found |= {f"{own}.{name}.weight": 1 + random(HIDDEN) for name in norms}
-        found |= {f"{own}.eh_proj.weight": random(HIDDEN, 2 * HIDDEN)}
-        found |= {f"{own}.self_attn.q_proj.weight": random(96, HIDDEN)}
-        found |= {f"{own}.self_attn.{name}_proj.weight": random(48, HIDDEN) for name in "kv"}
-        found |= {f"{own}.self_attn.o_proj.weight": random(HIDDEN, 96)}
-        found |= {f"{own}.mlp.{name}_proj.weight": random(80, HIDDEN) for name in ("gate", "up")}
-        found |= {f"{own}.mlp.down_proj.weight": random(HIDDEN, 80)}
-        found |= {f"{own}.embed_tokens.weight": random(1, 1)}  # shared with the target, and not read
-        if has_head:
-            found |= {f"{own}.shared_head.head.weight": random(TARGET.vocab, HIDDEN)}
-    return found
-
-
-def config(**changes: Any) -> dict[str, Any]:
-    usual = {
-        "architectures": ["LlamaForCausalLMNextN"], "model_type": "llama", "num_hidden_layers": TARGET.num_layers,
-        "hidden_size": HIDDEN, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 3,
-        "head_dim": 16, "vocab_size": TARGET.vocab, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
-        "rope_theta": 50_000.0, "num_nextn_predict_layers": 2,
-    }  # fmt: skip
-    return {**usual, **changes}
-
-
-def written(folder: Path, found: dict[str, torch.Tensor] | None = None, count: int = 2, **changes: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config(**{"num_nextn_predict_layers": count, **changes})))
-    save_file(tensors(count) if found is None else found, folder / "model.safetensors")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +149,14 @@ def test_drafts_after_plain_steps_are_the_same(folder: Path) -> None:
     core = speculating(drafting(folder), "disabled", max_ahead=0, prefix_cache=False, chunk=7)
     core.scheduler.width = turns = Turns(4)
     assert expect_drafts(core, 3, by_hand.drafts, lambda: turns.calls % 4 == 0) > 10
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_drafts_after_narrow_rounds_are_the_same(tmp_path: Path, count: int) -> None:
+    folder = written(tmp_path, tensors(count), count)
+    core = speculating(drafting(folder), "disabled", max_ahead=0, prefix_cache=False, chunk=7, narrows=True)
+    core.scheduler.width = widths = Switching((2, 2, 4), every=1)
+    assert expect_drafts(core, 3, ByHand(folder, count).drafts, lambda: widths.calls % 3 == 2) > 10
 
 
 @pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])

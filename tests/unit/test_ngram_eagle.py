@@ -142,7 +142,7 @@ def test_the_recordings_are_right(head: DraftHead) -> None:
 class Lost(EagleDrafter):
     """A head that fails after it has taken in the round."""
 
-    def draft(self, accepted: Accepted) -> torch.Tensor:
+    def draft(self, accepted: Accepted, depth: int) -> torch.Tensor:
         self.keep_up(accepted)
         raise ValueError("no idea")
 
@@ -152,8 +152,8 @@ def raises(accepted: Accepted) -> torch.Tensor:
 
 
 FAILING: dict[str, Callable[[PassParts, DraftHead], tuple[Drafter, ReadsTarget]]] = {
-    "lookup": lambda parts, head: (Says(raises), EagleDrafter(parts, head, DEPTH)),
-    "head": lambda parts, head: (NgramDrafter(parts, DEPTH), Lost(parts, head, DEPTH)),
+    "lookup": lambda parts, head: (Says(raises), EagleDrafter(parts, head)),
+    "head": lambda parts, head: (NgramDrafter(parts), Lost(parts, head)),
 }
 
 
@@ -204,7 +204,9 @@ def test_an_llm_that_drafts_by_both(folder: Path, device: str) -> None:
 
 
 def test_a_head_that_is_missing_or_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"--speculate ngram\+eagle drafts by a head, and none comes with this model"):
+    with pytest.raises(
+        PlanError, match=r"'speculation-needs-a-head' conflicts with --speculate ngram\+eagle: .* none comes"
+    ):
         choose_drafter(options(), RandomCheckpoint(TARGET))
     with pytest.raises(CheckpointError, match=r"it has no config\.json"):
         choose_drafter(options(draft=tmp_path), RandomCheckpoint(TARGET))

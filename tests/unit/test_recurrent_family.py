@@ -91,7 +91,7 @@ class Family:
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ARCHITECTURES, "RecurrentForCausalLM", Architecture(Family(), "recurrent"))
+    monkeypatch.setitem(ARCHITECTURES, "RecurrentForCausalLM", Architecture(Family(), "recurrent", keeps_state=True))
 
 
 def make(device: Device | str, backend: str | None = None, **changes: Any) -> LLM:
@@ -167,6 +167,19 @@ def test_what_the_state_excludes_is_named() -> None:
     with pytest.raises(PlanError, match=r"keeps state by row \(memory\).*tokens_per_row is 3"):
         Executor(llm.executor.model, TorchSampler(), llm.device, llm.plan, limits)
     assert value_range(llm.executor.model, llm.device).largest > 0
+
+
+@pytest.mark.parametrize("speculate", ["ngram", "auto"])
+def test_speculation_is_refused_before_weights_are_read(speculate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(RandomCheckpoint, "tensors", read)
+    said = r"rule 'speculation-state-by-row' conflicts with --speculate \w+: RecurrentForCausalLM keeps state by row"
+    with pytest.raises(PlanError, match=said):
+        make("cpu", speculate=speculate)
+    with pytest.raises(AssertionError, match="weights are read"):
+        make("cpu")
 
 
 def test_what_can_t_be_put_back_fails_by_name() -> None:

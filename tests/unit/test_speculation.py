@@ -26,7 +26,7 @@ from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.scheduling.step_width import WherePaid
 from phonograph.graphs.planning.settings import ask
-from speculation import MAX_LEN, Driver, Even, check, oracle, plain, saying, speculating
+from speculation import MAX_LEN, Driver, Even, Switching, check, oracle, plain, saying, speculating
 
 pytestmark = pytest.mark.slow
 
@@ -356,24 +356,10 @@ def test_flags_that_contradict_each_other_are_refused(flags: tuple[str, ...], sa
 # -- plain steps ----------------------------------------------------------------------------------------------
 
 
-class Alternating:
-    """Some rounds, then some plain steps."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.calls = most, 0
-
-    def of(self, decodes: Any) -> int:
-        self.calls += 1
-        return self.most if self.calls // 3 % 2 else 1
-
-    def took(self, step: Any, updates: Any) -> None:
-        pass
-
-
 @pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])
 def test_rounds_and_plain_steps_in_turn(backend: str) -> None:
     core = speculating(ngram(3), backend)
-    core.scheduler.width = Alternating(4)
+    core.scheduler.width = Switching((1, 4), every=3)
     check(Driver(core).run(REQUESTS))
     if backend != "disabled":
         assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
@@ -401,7 +387,7 @@ def test_where_nobody_takes_drafts_steps_are_plain_and_steady() -> None:
 def test_where_rounds_don_t_pay_steps_are_plain() -> None:
     """With costs that no drafter can make up for: a few rounds at first, then plain steps, and a probe now and then."""
     core = speculating(oracle(3, 90), "disabled", max_ahead=1, prefix_cache=False)
-    core.scheduler.width = WherePaid(core.scheduler.limits, StepCosts((4,), (3.9,)))
+    core.scheduler.width = WherePaid(core.scheduler.limits, StepCosts((4,), {4: (3.9,)}))
     for _ in range(3):
         check(Driver(core).run(REQUESTS[:4]))
     found = core.speculation.counts
@@ -414,7 +400,9 @@ def test_costs_are_measured_and_told() -> None:
         speculate="ngram", speculate_depth=1, speculate_when="pays",
     )  # fmt: skip
     llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options)
-    assert re.search(r"speculation: ngram drafts 1 token a round, where that pays \(.*× at 2 rows\)", llm.explain())
+    assert re.search(
+        r"speculation: ngram drafts 1 token a round, where that pays \(.*: 2 tokens .*× at 2\)", llm.explain()
+    )
     for params in EVERY:
         found = llm.generate(PROMPTS, params)
         assert [tuple(one.tokens) for one in found] == [plain(prompt, params).tokens for prompt in PROMPTS]

@@ -14,14 +14,18 @@ from random_head import write_random_head
 from drafted import DRAWN, GREEDY, PENALISED
 from phonograph import SamplingParams
 from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
+from phonograph.engine.checkpoints.mtp import MtpCheckpoint
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.models.draft_head import DraftHead
+from phonograph.engine.models.mtp import MtpModules
 from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.eagle import eagle
+from phonograph.engine.passes.mtp import mtp
 from phonograph.engine.passes.ngram import ngram
 from phonograph.engine.passes.ngram_eagle import ngram_eagle
 from phonograph.engine.requests.request import Request
 from phonograph.engine.requests.sequence import Sequence as Seq
+from random_modules import written
 from speculation import MAX_LEN, Tokens, check, plain_llm, speculating
 
 pytestmark = pytest.mark.slow
@@ -34,10 +38,11 @@ EVERY = (
     replace(GREEDY, frequency_penalty=0.7, logprobs=2),
     replace(DRAWN, seed=9, min_p=0.1),
 )
-DRAFTERS: dict[str, Callable[[DraftHead], Drafting]] = {
-    "ngram": lambda head: ngram(DEPTH),
-    "eagle": lambda head: eagle(head, DEPTH),
-    "ngram+eagle": lambda head: ngram_eagle(head, DEPTH),
+DRAFTERS: dict[str, Callable[[DraftHead, MtpModules], Drafting]] = {
+    "ngram": lambda head, modules: ngram(DEPTH),
+    "eagle": lambda head, modules: eagle(head, DEPTH),
+    "ngram+eagle": lambda head, modules: ngram_eagle(head, DEPTH),
+    "mtp": lambda head, modules: mtp(modules, DEPTH),
 }
 
 
@@ -57,10 +62,19 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> DraftHead:
     return DraftCheckpoint.open(folder, TARGET).load(drafted_for(plain_llm().executor.model), MAX_LEN + 16)
 
 
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> MtpModules:
+    folder: Path = tmp_path_factory.mktemp("modules")
+    model = drafted_for(plain_llm().executor.model)
+    return MtpCheckpoint.open(written(folder), TARGET).load(model, MAX_LEN + 16, DEPTH)
+
+
 @pytest.mark.parametrize("backend", ["full", "breakable", "tc_piecewise", "disabled"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_what_is_said_is_what_plain_decoding_says(name: str, backend: str, head: DraftHead) -> None:
-    core = speculating(DRAFTERS[name](head), backend, max_seqs=16, max_tokens=96, num_pages=200)
+def test_what_is_said_is_what_plain_decoding_says(
+    name: str, backend: str, head: DraftHead, modules: MtpModules
+) -> None:
+    core = speculating(DRAFTERS[name](head, modules), backend, max_seqs=16, max_tokens=96, num_pages=200)
     turns = [
         (prompt, replace(EVERY[place % len(EVERY)], max_tokens=NEW_TOKENS)) for place, prompt in enumerate(prompts())
     ]

@@ -145,7 +145,7 @@ class LLM:
         sampler = select_sampler(self.device, options, self.plan)
         self.drafting = chosen.drafting(options.draft_depth, loaded, limits.num_positions) if chosen else None
         """The drafter, if there is one."""
-        passes = passes_with(self.drafting, options)
+        passes = passes_with(self.drafting, options, self.device)
         self.cache_size = cache_size(loaded, sampler, self.device, self.plan, limits, options, progress, passes)
         self.limits = with_pages(limits, self.cache_size.num_pages)
         self.executor = Executor(

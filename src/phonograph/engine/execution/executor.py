@@ -262,8 +262,8 @@ def _check_state(model: Model, limits: Limits) -> None:
     if model.columns and limits.tokens_per_row > 1:
         names = ", ".join(column.name for column in model.columns)
         raise PlanError(
-            f"the model keeps state by row ({names}), from which no token can be taken back, and "
-            f"limits.tokens_per_row is {limits.tokens_per_row}. Decode one token a step."
+            f"rule 'speculation-state-by-row': the model keeps state by row ({names}), from which no token can be "
+            f"taken back, and limits.tokens_per_row is {limits.tokens_per_row}. Decode one token a step."
         )
 
 

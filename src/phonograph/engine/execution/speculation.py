@@ -9,10 +9,12 @@ from typing import Literal
 
 import torch
 
+from phonograph.devices import Device
 from phonograph.engine.checkpoints import Checkpoint, shipped_head
 from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
 from phonograph.engine.checkpoints.mtp import MtpCheckpoint, has_modules
 from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.speculation_rules import has_own_layers, refuse_excluded
 from phonograph.engine.execution.step_timing import PassTime
 from phonograph.engine.models.interface import Model
 from phonograph.engine.options import EngineOptions, SpeculateWhen
@@ -22,10 +24,10 @@ from phonograph.engine.passes.mtp import mtp
 from phonograph.engine.passes.ngram import ngram
 from phonograph.engine.passes.ngram_eagle import ngram_eagle
 from phonograph.engine.passes.registry import TARGET_VERIFY, PassDeclaration, passes_for
-from phonograph.engine.passes.target_verify import PLAIN_STEPS, speculating_passes
+from phonograph.engine.passes.target_verify import HALF_ROUNDS, PLAIN_STEPS, speculating_passes
+from phonograph.engine.requests.limits import half_width
 from phonograph.engine.requests.step import StepKind
 from phonograph.engine.requests.step_costs import StepCosts
-from phonograph.errors import PlanError
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.coverage import replay_seconds
 
@@ -58,37 +60,28 @@ class Chosen:
 
 
 def choose_drafter(options: EngineOptions, checkpoint: Checkpoint) -> Chosen | None:
-    """The drafter for a model, if there is one; a head or modules that do not fit are refused, before weights are
-    read."""
+    """The drafter for a model, if there is one; what speculation excludes, and a head or modules that do not fit, are
+    refused before weights are read."""
+    refuse_excluded(options, checkpoint)
     name, folder, target = options.speculate, options.draft, checkpoint.config
     if name == "off":
         return None
     if name == "mtp":
         assert folder is not None
         return Chosen("mtp", draft=MtpCheckpoint.open(folder, target))
-    shipped = None if folder is not None or name == "ngram" else shipped_head(checkpoint)
+    can_read = name != "ngram" and folder is None and has_own_layers(checkpoint)
+    shipped = shipped_head(checkpoint) if can_read else None
     head = folder or shipped
-    if name in ("eagle", "ngram+eagle") and head is None:
-        raise PlanError(
-            f"--speculate {name} drafts by a head, and none comes with this model. Give --draft PATH, or use "
-            "--speculate ngram."
-        )
     if name == "auto" and folder is not None and has_modules(folder):
         return Chosen("mtp", "--draft names MTP modules", MtpCheckpoint.open(folder, target))
     if head is None:
-        return Chosen("ngram", "no head comes with this model, and --draft names none" if name == "auto" else "")
+        why = "no head comes with this model, and --draft names none"
+        if not has_own_layers(checkpoint):
+            why = "this model has layers that no head can read"
+        return Chosen("ngram", why if name == "auto" else "")
     why = "--draft names a head" if shipped is None else "a head comes with this model"
     draft = DraftCheckpoint.open(head, target)
-    return Chosen("eagle", why, draft) if name == "auto" else Chosen(name, draft=draft)
-
-
-def passes_with(drafting: Drafting | None, options: EngineOptions) -> Sequence[PassDeclaration]:
-    """The passes of an engine with this drafter, or without one."""
-    embeddings = options.embeddings
-    passes = (
-        passes_for(embeddings=embeddings) if drafting is None else speculating_passes(drafting, embeddings=embeddings)
-    )
-    return [replace(one, gives_states=one.serves) for one in passes] if options.return_hidden_states else passes
+    return Chosen(name, draft=draft) if name in ("eagle", "ngram+eagle") else Chosen("eagle", why, draft)
 
 
 def when_for(options: EngineOptions, device: torch.device) -> SpeculateWhen:
@@ -96,12 +89,21 @@ def when_for(options: EngineOptions, device: torch.device) -> SpeculateWhen:
     return options.speculate_when or ("always" if device.type == "cpu" else "pays")
 
 
+def passes_with(drafting: Drafting | None, options: EngineOptions, device: Device) -> Sequence[PassDeclaration]:
+    """The passes of an engine with this drafter, or without one."""
+    passes = passes_for(embeddings=options.embeddings)
+    if drafting is not None:
+        narrows = when_for(options, device.torch_device) == "pays"
+        passes = speculating_passes(drafting, embeddings=options.embeddings, narrows=narrows)
+    return [replace(one, gives_states=one.serves) for one in passes] if options.return_hidden_states else passes
+
+
 def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:
     """The measured cost of rounds; None where they are launched whatever they cost."""
     if not options.speculates or when_for(options, executor.device.torch_device) == "always":
         return None
     try:
-        costs = measured_costs(executor.runners[TARGET_VERIFY.name])
+        costs = measured_costs(executor.runners[TARGET_VERIFY.name], executor.limits.tokens_per_row)
     except Exception as error:  # no request depends on the measurement
         log.warning("what rounds cost could not be measured (%s: %s)", type(error).__name__, error)
         costs = None
@@ -111,16 +113,20 @@ def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:
 
 
 @torch.inference_mode()
-def measured_costs(runner: Runner) -> StepCosts | None:
-    """How much longer rounds take than plain steps, for every size that has both; None where none has."""
-    keys = {(key.size, key.axes): key for key in runner.captured}
-    sizes = sorted(size for size, axes in keys if not axes and (size, PLAIN_STEPS) in keys)
-    if not sizes:
+def measured_costs(runner: Runner, tokens_per_row: int) -> StepCosts | None:
+    """How much longer rounds take than plain steps, for every size that has all widths; None where none has."""
+    keys, passes = {(key.size, key.axes): key for key in runner.captured}, ("", HALF_ROUNDS, PLAIN_STEPS)
+    recorded = [axes for axes in passes if any(axes == found for _, found in keys)]
+    sizes = sorted(size for size, axes in keys if not axes and all((size, one) in keys for one in recorded))
+    if not sizes or PLAIN_STEPS not in recorded:
         return None
-    pairs = [
-        (replay_seconds(runner, keys[size, ""]), replay_seconds(runner, keys[size, PLAIN_STEPS])) for size in sizes
-    ]
-    return StepCosts(tuple(sizes), tuple(rounds / plain for rounds, plain in pairs))
+    seconds = {axes: [replay_seconds(runner, keys[size, axes]) for size in sizes] for axes in recorded}
+    plain = seconds.pop(PLAIN_STEPS)
+    ratios = {
+        axes: tuple(taken / least for taken, least in zip(times, plain, strict=True)) for axes, times in seconds.items()
+    }
+    widths = {"": tokens_per_row, HALF_ROUNDS: half_width(tokens_per_row)}
+    return StepCosts(tuple(sizes), {widths[axes]: found for axes, found in ratios.items()})
 
 
 def round_times(executor: Executor) -> dict[StepKind, PassTime]:

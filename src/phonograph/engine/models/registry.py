@@ -21,6 +21,8 @@ class Architecture:
     """What config.json calls it."""
     gguf: str | None = None
     """What GGUF metadata call it; None where such files have another's name, or none."""
+    keeps_state: bool = False
+    """Whether its models keep state of a sequence as a whole (`Model.columns`), as recurrent layers do."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {

@@ -101,13 +101,14 @@ class RoundKernels(Protocol):
         self, rows: torch.Tensor, drafts: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor, vocab: int
     ) -> RoundTokens:
         """What rows compute in a round: each its last token, and what was drafted after it, at the positions from its
-        length on. Tables have an entry for every row, `drafts` is [all rows, depth]. Whatever was drafted, what comes
-        out is a token.
+        length on. Tables have an entry for every row, `drafts` is [all rows, depth], or the first columns of a wider
+        one. Whatever was drafted, what comes out is a token.
         """
         ...
 
     def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
-        """Write what was found ([num_rows, depth]) to the rows of `drafts`; nobody reads those of the null row."""
+        """Write what was found ([num_rows, depth or less]) to the rows of `drafts`, and none to further places; nobody
+        reads those of the null row."""
         ...
 
     def accept(

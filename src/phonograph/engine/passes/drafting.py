@@ -46,10 +46,11 @@ class Drafter(Protocol):
         """Columns that it writes, by name; the drafts are written for it."""
         ...
 
-    def draft(self, accepted: Accepted) -> torch.Tensor:
+    def draft(self, accepted: Accepted, depth: int) -> torch.Tensor:
         """[num_rows, depth]: the tokens that may follow the last one of each row; below 0 is none.
 
-        Anything may be in it. A drafter that raises drafts nothing.
+        Rounds may be narrower than they can be, so `depth` is that of the declaration or less. Anything may be in the
+        result. A drafter that raises drafts nothing.
         """
         ...
 
@@ -101,7 +102,7 @@ class Drafting:
 
     name: str
     depth: int
-    """Tokens that are drafted for a row in each round."""
+    """Tokens that are drafted for a row in each round, at most."""
     make: Callable[[PassParts], Drafter]
     columns: Callable[[], Sequence[Column]] = _no_columns
     """Request state of its own."""

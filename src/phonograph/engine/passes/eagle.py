@@ -19,9 +19,8 @@ class EagleDrafter:
     reads = ()
     writes = ()
 
-    def __init__(self, parts: PassParts, head: DraftHead, depth: int) -> None:
+    def __init__(self, parts: PassParts, head: DraftHead) -> None:
         self._head = head
-        self._depth = depth
         self._cache = parts.beside[TARGET_VERIFY.name]
         self.taps = head.config.taps
         self.kept = self._cache.tensors
@@ -32,7 +31,7 @@ class EagleDrafter:
     def read(self, following: torch.Tensor, features: torch.Tensor, queries: Queries) -> None:
         self._head.store(following.clamp_min(0), features, queries, self._cache)
 
-    def draft(self, accepted: Accepted) -> torch.Tensor:
+    def draft(self, accepted: Accepted, depth: int) -> torch.Tensor:
         head, rows, width = self._head, accepted.rows, accepted.tokens.shape[1]
         q, hidden = self._extended(accepted)
         lasts = (accepted.counts - 1).clamp_min(0)
@@ -43,7 +42,7 @@ class EagleDrafter:
         while True:
             hidden = head.step(q, hidden, queries, self._cache)
             drafted.append(head.likeliest(hidden))
-            if len(drafted) == self._depth:
+            if len(drafted) == depth:
                 return torch.stack(drafted, dim=1)
             queries = replace(queries, positions=queries.positions + 1)
             q, hidden = head.store(drafted[-1], hidden, queries, self._cache)
@@ -64,7 +63,7 @@ def eagle(head: DraftHead, depth: int) -> Drafting:
     return Drafting(
         "eagle",
         depth,
-        lambda parts: EagleDrafter(parts, head, depth),
+        lambda parts: EagleDrafter(parts, head),
         keeps=lambda model: head.layers.keeps,
         weights=(head.weights, head.layers.weights),
     )

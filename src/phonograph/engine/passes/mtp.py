@@ -26,10 +26,9 @@ STATES = "mtp_states"
 class MtpDrafter:
     """The protocol `ReadsTarget`: module k makes draft k of a round; the last one those that are left, as a chain."""
 
-    def __init__(self, parts: PassParts, modules: MtpModules, depth: int) -> None:
+    def __init__(self, parts: PassParts, modules: MtpModules) -> None:
         self._modules = modules
         self._count = len(modules.modules)
-        self._depth = depth
         self._cache = parts.beside[TARGET_VERIFY.name]
         self.reads = self.writes = (STATES,) if self._count > 1 else ()
         self._states = parts.tables[STATES] if self._count > 1 else None
@@ -72,16 +71,18 @@ class MtpDrafter:
             is_kept = ends if known is None else ends & known
             self._before[:, index].index_put_((rows * ends,), torch.where(is_kept[:, None], state, 0.0))
 
-    def draft(self, accepted: Accepted) -> torch.Tensor:
+    def draft(self, accepted: Accepted, depth: int) -> torch.Tensor:
         rows, lasts = accepted.rows, (accepted.counts - 1).clamp_min(0)
         drafted, q, x = self._extended(accepted, drafts=True)
+        if len(drafted) >= depth:
+            return torch.stack(drafted[:depth], dim=1)
         last, queries = self._count - 1, Queries(rows, accepted.starts + lasts, accepted.table, tokens_per_row=1)
         queries = replace(queries, positions=queries.positions + last)
         while True:
             step = self._modules.layers.at(queries, self._cache)
             hidden = step.attend(last, q, x)
             drafted.append(self._modules.likeliest(last, hidden))
-            if len(drafted) == self._depth:
+            if len(drafted) == depth:
                 return torch.stack(drafted, dim=1)
             queries = replace(queries, positions=queries.positions + 1)
             step = self._modules.layers.at(queries, self._cache)
@@ -156,7 +157,7 @@ def mtp(modules: MtpModules, depth: int) -> Drafting:
     return Drafting(
         "mtp",
         depth,
-        lambda parts: MtpDrafter(parts, modules, depth),
+        lambda parts: MtpDrafter(parts, modules),
         columns,
         keeps=lambda model: modules.layers.keeps,
         weights=(modules.modules, modules.layers.weights),

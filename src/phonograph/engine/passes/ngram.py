@@ -39,14 +39,13 @@ class NgramDrafter:
     reads = (HISTORY.name,)
     writes = (HISTORY.name,)
 
-    def __init__(self, parts: PassParts, depth: int) -> None:
+    def __init__(self, parts: PassParts) -> None:
         self._kernels = parts.model.kernels.rounds
         self._tables = parts.tables
-        self._depth = depth
 
-    def draft(self, accepted: Accepted) -> torch.Tensor:
+    def draft(self, accepted: Accepted, depth: int) -> torch.Tensor:
         """Notes the new tokens, and looks at all that the row holds."""
-        return self._kernels.keep_and_continue(self._tables[HISTORY.name], accepted.new, self._depth)
+        return self._kernels.keep_and_continue(self._tables[HISTORY.name], accepted.new, depth)
 
     def keep_up(self, accepted: Accepted) -> None:
         self._kernels.keep(self._tables[HISTORY.name], accepted.new)
@@ -54,4 +53,4 @@ class NgramDrafter:
 
 def ngram(depth: int) -> Drafting:
     """The declaration."""
-    return Drafting("ngram", depth, lambda parts: NgramDrafter(parts, depth), lambda: (HISTORY,))
+    return Drafting("ngram", depth, NgramDrafter, lambda: (HISTORY,))

@@ -33,8 +33,8 @@ class CombinedDrafter:
     def read(self, following: torch.Tensor, features: torch.Tensor, queries: Queries) -> None:
         self._second.read(following, features, queries)
 
-    def draft(self, accepted: Accepted) -> torch.Tensor:
-        first, second = self._first.draft(accepted), self._second.draft(accepted)
+    def draft(self, accepted: Accepted, depth: int) -> torch.Tensor:
+        first, second = self._first.draft(accepted, depth), self._second.draft(accepted, depth)
         return torch.where(first[:, :1] >= 0, first, second)
 
     def keep_up(self, accepted: Accepted) -> None:
@@ -48,6 +48,6 @@ def ngram_eagle(head: DraftHead, depth: int) -> Drafting:
     return replace(
         second,
         name=f"{first.name}+{second.name}",
-        make=lambda parts: CombinedDrafter(parts, NgramDrafter(parts, depth), EagleDrafter(parts, head, depth)),
+        make=lambda parts: CombinedDrafter(parts, NgramDrafter(parts), EagleDrafter(parts, head)),
         columns=lambda: (*first.columns(), *second.columns()),
     )

@@ -226,7 +226,7 @@ class PrefillBody:
         if first == count and picked is not None:
             return picked
         queries, features = self._places(found, batch, slice(first, count), 1)
-        ends = self._rounds.begin(logits[first:], queries, batch.needs, features, drafts=width > 1)
+        ends = self._rounds.begin(logits[first:], queries, batch.needs, features, width - 1)
         if picked is not None:
             return joined(picked, ends)
         return widened(ends, width) if width > 1 else ends

@@ -14,8 +14,8 @@ from phonograph.engine.sampling.sampler import TopLogprobs
 
 
 class Rounds(Protocol):
-    """What passes that compute `Limits.tokens_per_row` tokens of a row have in common: steps of decodes alone, and
-    mixed ones. It reads and writes the request tables, and nothing of it is known to the host."""
+    """What passes that compute up to `Limits.tokens_per_row` tokens of a row have in common: steps of decodes alone,
+    and mixed ones. It reads and writes the request tables, and nothing of it is known to the host."""
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -60,11 +60,10 @@ class Rounds(Protocol):
         queries: Queries,
         needs: SamplingNeeds,
         features: torch.Tensor | None,
-        *,
-        drafts: bool,
+        depth: int,
     ) -> Picked:
-        """Pick the first token of rows whose prompts end, one each, and note it in the tables; and whether something is
-        to be drafted after it."""
+        """Pick the first token of rows whose prompts end, one each, and note it in the tables; and draft so many after
+        it."""
         ...
 
 

@@ -7,37 +7,25 @@ of a round and wait in a column, so that rounds among prompts find them too.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from phonograph.engine.ops.kernels import RoundKernels, RoundTokens
-from phonograph.engine.ops.layers.rounds import tokens_at
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.chain import chained
 from phonograph.engine.passes.decode import DecodeBatch, DecodeBatches, rows_slot, sample_rows
-from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting, ReadsTarget
+from phonograph.engine.passes.drafted_rounds import DraftedRounds
+from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting
 from phonograph.engine.passes.embed import embed_pass
 from phonograph.engine.passes.prefill import prefill_pass
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import EMBED, HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
 from phonograph.engine.passes.sampling_tail import axes_for
-from phonograph.engine.requests.parameter import Sampling
-from phonograph.engine.requests.request import MAX_LOGPROBS
-from phonograph.engine.requests.step import NO_TOKEN
-from phonograph.engine.sampling.needs import SamplingNeeds
-from phonograph.engine.sampling.penalties import count_tokens
-from phonograph.engine.sampling.sampler import TopLogprobs
+from phonograph.engine.requests.limits import half_width
 from phonograph.engine.state.column import Column, RowSource, TrialRows, Writer
 from phonograph.graphs.phases.axes import Axis
-from phonograph.graphs.phases.context import Stage, current
-from phonograph.graphs.phases.opaque import opaque
-
-log = logging.getLogger("phonograph")
 
 
 def round_columns(depth: int) -> tuple[Column, ...]:
@@ -78,217 +66,6 @@ def round_columns(depth: int) -> tuple[Column, ...]:
     )
 
 
-def _fake_verified(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
-    """What the opaque call returns: tokens, what is accepted, and logprobs where they are needed."""
-    width, (_, has_logprobs, *_) = others[_WIDTH], others[_NEEDS]
-    num = logits.shape[0] // width
-    whole = [logits.new_empty(shape, dtype=torch.int64) for shape in ((num, width), num, num, (num, width), num)]
-    if not has_logprobs:
-        return tuple(whole)
-    top = (num, width, min(MAX_LOGPROBS, logits.shape[1]))
-    likely = [logits.new_empty(shape, dtype=torch.float32) for shape in (top[:2], top)]
-    return (*whole, likely[0], logits.new_empty(top, dtype=torch.int64), likely[1])
-
-
-_WIDTH, _NEEDS = 2, 3
-"""Where `DraftedRounds._verify` has them, after the logits."""
-
-
-def _fake_features(taps: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
-    return taps[0].new_empty(taps[0].shape, dtype=dtype)
-
-
-def _fake_read(taps: tuple[torch.Tensor, ...], following: Any, places: Any, kept: Any) -> torch.Tensor:
-    return _fake_features(taps, kept[0].dtype)
-
-
-def _no_result(*args: Any) -> None:
-    return None
-
-
-class DraftedRounds:
-    """The protocol `Rounds`: what each row computes is its last token, and what was drafted after it."""
-
-    reads = ("limit", "depth", "draft")
-    writes = ("draft",)
-
-    def __init__(self, parts: PassParts, drafter: Drafter) -> None:
-        self._parts = parts
-        self._drafter = drafter
-        self._reader = drafter if isinstance(drafter, ReadsTarget) else None
-        self.taps: tuple[int, ...] = () if self._reader is None else self._reader.taps
-        self._kept: tuple[torch.Tensor, ...] = () if self._reader is None else self._reader.kept
-        self._vocab = parts.model.config.vocab
-        self.width = parts.limits.tokens_per_row
-        self.ahead = self.width - 1
-        self._opaque_verify = opaque(self._verify, fake=_fake_verified, mutates=("last_token", "length"))
-        self._opaque_draft = opaque(self._draft, fake=_no_result, mutates=("drafts", "kept"))
-        self._opaque_read = opaque(self._read, fake=_fake_read, mutates=("kept",))
-        self._opaque_features = opaque(self._features, fake=_fake_features)
-
-    @property
-    def _drafts(self) -> torch.Tensor:
-        """[max_seqs + 1, depth], also where that is 1."""
-        return self._parts.tables["draft"].view(-1, self.width - 1)
-
-    def tokens(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return tokens_at(rows, offsets, self._drafts, self._parts.tables.last_token, self._vocab)
-
-    def spread(self, rows: torch.Tensor, kernels: RoundKernels) -> RoundTokens:
-        """All tokens of a round of these rows."""
-        tables = self._parts.tables
-        return kernels.spread(rows, self._drafts, tables.last_token, tables.length, self._vocab)
-
-    def verify(
-        self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds
-    ) -> tuple[Picked, Accepted]:
-        """Pick what follows each token, find how many of each row stay, and note these in the tables."""
-        width = queries.tokens_per_row
-        assert width is not None
-        tables, places = self._parts.tables, (queries.rows, queries.token_positions, queries.table)
-        asked = (needs.level.value, needs.logprobs, needs.constrained, needs.masked)
-        run = self._opaque_verify if current().stage is Stage.COMPILING else self._verify
-        block, rows, starts, said, counts, *logprobs = run(
-            logits, tokens, places, width, asked, tables.last_token, tables.length
-        )
-        if width == 1:
-            # Of a row that is past its end nobody takes the token.
-            block, logprobs = block[:, 0], [part[:, 0] for part in logprobs]
-        picked = Picked(block, TopLogprobs(*logprobs) if logprobs else None)
-        return picked, Accepted(rows, starts, said, counts, queries.table)
-
-    def _verify(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        width: int,
-        asked: tuple[int, bool, bool, bool],
-        last_token: torch.Tensor,
-        length: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """As one call that no compiler looks into. The tables are the ones that it has; as arguments, they say what is
-        written."""
-        level, *others = asked
-        queries, needs = Queries(*places, tokens_per_row=width), SamplingNeeds(Sampling(level), *others)
-        tables = self._parts.tables
-        is_penalised = needs.level is Sampling.PENALISED
-        said = _said(tokens.view(-1, width)[:, 1:]) if is_penalised and width > 1 else None
-        picked = self._parts.tail.pick(logits, queries, needs, said)
-        block, bounds = picked.tokens.view(-1, width), (tables["depth"], tables["limit"])
-        # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
-        kernels = self._parts.model.kernels.rounds
-        taken = kernels.accept(queries, tokens, block, bounds, last_token, length, self._drafts)
-        rows, starts = (part.view(-1, width)[:, 0] for part in (queries.rows, queries.positions))
-        if is_penalised:
-            for place, token in enumerate(block.unbind(1)):
-                count_tokens(tables["counts"], rows * (place < taken.counts), token)
-        told = taken.block if width > 1 else block
-        found, likely = (told, rows, starts, taken.tokens, taken.counts), picked.logprobs
-        if likely is None:
-            return found
-        parts = (likely.token_logprob, likely.top_ids, likely.top_logprobs)
-        return (*found, *(part.view(-1, width, *part.shape[1:]) for part in parts))
-
-    def draft(self, accepted: Accepted, *, drafts: bool) -> None:
-        """Draft, and keep the drafts for the next round; or only let the drafter take in the new tokens."""
-        run = self._opaque_draft if current().stage is Stage.COMPILING else self._draft
-        table, features = accepted.table, accepted.features
-        places = (accepted.rows, accepted.starts, accepted.tokens, accepted.counts, table)
-        run(places, features, drafts, self._drafts, self._kept)
-
-    def _draft(
-        self,
-        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        features: torch.Tensor | None,
-        is_on: bool,
-        drafts: torch.Tensor,
-        kept: tuple[torch.Tensor, ...],
-    ) -> None:
-        """As one call that no compiler looks into; the last arguments say what is written."""
-        accepted = Accepted(*places, features)
-        rows = accepted.rows
-        try:
-            if is_on:
-                found = self._drafter.draft(accepted)
-                if found.shape != (len(rows), drafts.shape[1]):
-                    raise ValueError(f"drafts of shape {list(found.shape)}, expected {[len(rows), drafts.shape[1]]}")
-                self._parts.model.kernels.rounds.keep_drafts(drafts, rows, found)
-            else:
-                self._drafter.keep_up(accepted)
-        except Exception as error:  # no output depends on drafts
-            log.warning("the drafter failed, and nothing is drafted: %s: %s", type(error).__name__, error)
-            drafts.index_fill_(0, rows, -1)
-
-    def features(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        """What the drafter needs of the target's hidden states, if anything."""
-        if self._reader is None:
-            return None
-        run = self._opaque_features if current().stage is Stage.COMPILING else self._features
-        return run(taps, self._kept[0].dtype)
-
-    def _features(self, taps: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
-        assert self._reader is not None
-        return self._reader.features(taps)
-
-    def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        if current().stage is not Stage.COMPILING:
-            return self._taken_in(taps, following, queries)
-        places = queries.rows, queries.token_positions, queries.table
-        return self._opaque_read(taps, following, places, self._kept)
-
-    def _read(
-        self,
-        taps: tuple[torch.Tensor, ...],
-        following: torch.Tensor,
-        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        kept: tuple[torch.Tensor, ...],
-    ) -> torch.Tensor:
-        """As one call that no compiler looks into; the last argument says what is written."""
-        return self._taken_in(taps, following, Queries(*places, tokens_per_row=None))
-
-    def _taken_in(self, taps: tuple[torch.Tensor, ...], following: torch.Tensor, queries: Queries) -> torch.Tensor:
-        assert self._reader is not None
-        features = self._reader.features(taps)
-        self._reader.read(following, features, queries)
-        return features
-
-    def accept(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        queries: Queries,
-        needs: SamplingNeeds,
-        features: torch.Tensor | None,
-    ) -> Picked:
-        picked, accepted = self.verify(logits, tokens, queries, needs)
-        self.draft(replace(accepted, features=features), drafts=queries.tokens_per_row != 1)
-        return picked
-
-    def begin(
-        self,
-        logits: torch.Tensor,
-        queries: Queries,
-        needs: SamplingNeeds,
-        features: torch.Tensor | None,
-        *,
-        drafts: bool,
-    ) -> Picked:
-        picked = self._parts.tail.next_tokens(logits, queries, needs)
-        rows, tokens = queries.rows, picked.tokens.clamp_min(0)[:, None]
-        starts, counts = queries.token_positions, (rows > 0).long()
-        self.draft(Accepted(rows, starts, tokens, counts, queries.table, features), drafts=drafts)
-        return picked
-
-
-def _said(drafted: torch.Tensor) -> torch.Tensor:
-    """[num_rows * tokens_per_row, depth]: of a round's drafts those that come before each of its places."""
-    depth = drafted.shape[1]
-    places = torch.arange(depth, device=drafted.device)
-    before = places < torch.arange(depth + 1, device=drafted.device)[:, None]
-    return torch.where(before, drafted[:, None], NO_TOKEN).flatten(0, 1)
-
-
 class _Links:
     """The bodies of a round, over the same rows."""
 
@@ -304,7 +81,7 @@ class _Links:
         if width == 1:
             tokens, queries = tables.last_token, Queries(batch.rows, tables.length, pages, 1, by_row=True)
         else:
-            spread = self._rounds.spread(batch.rows, self._model.kernels.rounds)
+            spread = self._rounds.spread(batch.rows, width, self._model.kernels.rounds)
             tokens, queries = spread.tokens, Queries(spread.rows, spread.positions, pages, tokens_per_row=width)
         hidden = self._model.hidden(tokens, queries, self._parts.cache, taps=self._rounds.taps)
         picked, accepted = self._rounds.verify(self._model.logits(hidden.states), tokens, queries, batch.needs)
@@ -316,7 +93,7 @@ class _Links:
     def draft(self, batch: DecodeBatch, found: tuple[Picked, Accepted]) -> Picked:
         """What is drafted for the next round."""
         picked, accepted = found
-        self._rounds.draft(accepted, drafts=batch.tokens_per_row > 1)
+        self._rounds.draft(accepted, batch.tokens_per_row - 1)
         return picked
 
 
@@ -324,16 +101,25 @@ PLAIN_STEPS = "drafts=off"
 """What recordings of steps without drafts are called."""
 
 
-def _drafts_axis(width: int) -> Axis:
-    """Rounds of drafts; or, where nobody takes any, one token a row, as plain decoding has it."""
+HALF_ROUNDS = "drafts=half"
+"""And those of rounds of half as many drafts."""
+
+
+def _drafts_axis(width: int, *, narrows: bool) -> Axis:
+    """Rounds of all drafts; of half as many, where that may pay; or one token a row, as plain decoding has it."""
+    half = {"half": half_width(width)} if narrows and half_width(width) > 1 else {}
+    widths = {"on": width, **half, "off": 1}
+    names = {found: name for name, found in widths.items()}
 
     def applied(batch: DecodeBatch, value: str) -> DecodeBatch:
-        return replace(batch, tokens_per_row=width if value == "on" else 1)
+        return replace(batch, tokens_per_row=widths[value])
 
-    return Axis("drafts", ("on", "off"), of=lambda batch: "on" if batch.tokens_per_row > 1 else "off", apply=applied)
+    return Axis("drafts", tuple(widths), of=lambda batch: names[batch.tokens_per_row], apply=applied)
 
 
-def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration, drafter: Drafter) -> Pass:
+def target_verify_pass(
+    parts: PassParts, backend: str, declared: PassDeclaration, drafter: Drafter, *, narrows: bool = False
+) -> Pass:
     """The pass over rows that decode in rounds: verify, then draft, as one recording."""
     rounds, length = DraftedRounds(parts, drafter), parts.tables.length
     links, batches = _Links(parts, rounds, backend), DecodeBatches(parts.limits, rounds.ahead)
@@ -354,7 +140,7 @@ def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration
         is_steady=batches.is_steady,
         body=links.verify,
         sample=lambda extent, seed: replace(sample_rows(parts, extent, seed), tokens_per_row=rounds.width),
-        axes=[*axes_for(parts.gives_states), _drafts_axis(rounds.width)],
+        axes=[*axes_for(parts.gives_states), _drafts_axis(rounds.width, narrows=narrows)],
         preserve=parts.trials.running,
         reads=rounds.reads,
     )
@@ -368,11 +154,16 @@ def target_verify_pass(parts: PassParts, backend: str, declared: PassDeclaration
     return replace(chained(declared, verify, draft), written=written)
 
 
-def speculating_passes(drafting: Drafting, *, embeddings: bool = False) -> tuple[PassDeclaration, ...]:
-    """`SPECULATING`, with this drafter; rows among prompts verify what was drafted too, pooled ones among them."""
+def speculating_passes(
+    drafting: Drafting, *, embeddings: bool = False, narrows: bool = False
+) -> tuple[PassDeclaration, ...]:
+    """`SPECULATING`, with this drafter; rows among prompts verify what was drafted too, pooled ones among them.
+
+    With `narrows` there are recordings of rounds of half as many drafts.
+    """
 
     def target_verify(parts: PassParts, backend: str) -> Pass:
-        return target_verify_pass(parts, backend, declared, drafting.make(parts))
+        return target_verify_pass(parts, backend, declared, drafting.make(parts), narrows=narrows)
 
     def mixed(plain: PassDeclaration, make: Callable[..., Pass]) -> PassDeclaration:
         def made(parts: PassParts, backend: str) -> Pass:

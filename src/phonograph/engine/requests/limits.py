@@ -105,6 +105,11 @@ class Limits:
         return min(self.chunk or self.max_tokens, self.max_tokens)
 
 
+def half_width(tokens_per_row: int) -> int:
+    """Tokens of a row in a round of half as many drafts, rounded down; 1 where that leaves none."""
+    return 1 + (tokens_per_row - 1) // 2
+
+
 def fewest_of(tokens_per_row: int) -> int:
     """Tokens that a step of this width is sure to bring a row that decodes."""
     return 1 if tokens_per_row == 1 else 0

@@ -1,8 +1,9 @@
-"""StepCosts: how much longer a round of drafts takes than a plain step, by rows, as it was measured."""
+"""StepCosts: how much longer a round of drafts takes than a plain step, by rows and by width, as it was measured."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phonograph.sizes import is_power_of_two
@@ -14,17 +15,24 @@ class StepCosts:
 
     sizes: tuple[int, ...]
     """Rising."""
-    ratios: tuple[float, ...]
+    ratios: Mapping[int, tuple[float, ...]]
+    """Tokens that a round computes of each row → the ratio at each size."""
 
-    def ratio(self, num_rows: int) -> float:
-        """For so many rows: that of the next size which was measured."""
-        return self.ratios[min(bisect_left(self.sizes, num_rows), len(self.sizes) - 1)]
+    @property
+    def widths(self) -> list[int]:
+        """Of rounds, the widest first."""
+        return sorted(self.ratios, reverse=True)
+
+    def ratio(self, num_rows: int, width: int) -> float:
+        """For so many rows: that of the next size which was measured; a plain step is 1."""
+        if width == 1:
+            return 1.0
+        return self.ratios[width][min(bisect_left(self.sizes, num_rows), len(self.sizes) - 1)]
 
     def __str__(self) -> str:
         """Of many sizes the powers of two, and the largest."""
-        told = [
-            f"{ratio:.2f}× at {size}"
-            for size, ratio in zip(self.sizes, self.ratios, strict=True)
-            if is_power_of_two(size) or size == self.sizes[-1]
-        ]
-        return ", ".join(told)
+        told = [at for at, size in enumerate(self.sizes) if is_power_of_two(size) or size == self.sizes[-1]]
+        return "; ".join(
+            f"{width} tokens " + ", ".join(f"{self.ratios[width][at]:.2f}× at {self.sizes[at]}" for at in told)
+            for width in self.widths
+        )

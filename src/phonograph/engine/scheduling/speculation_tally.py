@@ -72,16 +72,17 @@ class SpeculationTally:
         rows = dict(zip(step.decodes, zip(drafted, brought, strict=False), strict=False))
         for update in updates:
             if update[1] and update[0] in rows:
-                self._note(update, *rows[update[0]], kind=kind)
+                self._note(update, *rows[update[0]], places=step.tokens_per_row - 1)
 
-    def _note(self, update: Update, said: int, brought: int, *, kind: StepKind) -> None:
-        """`said` places of the round had a draft, and the device took `brought` tokens, past a stop token too."""
+    def _note(self, update: Update, said: int, brought: int, places: int) -> None:
+        """`said` places had a draft, of which a round of so many verifies some, and a plain step none; the device took
+        `brought` tokens, past a stop token too."""
         sequence, tokens, _ = update
         depth = sequence.draft_depth(self._depth)
-        verified = min(depth, said) if kind == "round" else 0
+        verified = min(depth, said, places)
         if not verified:
             by_row = "request" if sequence.constraint is None else "grammar"
-            self._plain[by_row if not depth else "cost" if kind == "plain" else "no_draft"] += 1
+            self._plain[by_row if not depth else "no_draft" if places else "cost"] += 1
             return
         drafted, accepted = min(verified, acceptable(update, brought)), len(tokens) - 1
         self._rounds[drafted, accepted] += 1

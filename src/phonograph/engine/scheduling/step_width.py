@@ -1,9 +1,11 @@
-"""StepWidth: how many tokens of each row that decodes a step computes: a round, or one where drafts don't pay."""
+"""StepWidth: how many tokens of each row that decodes a step computes: a round, a narrower one, or one token where
+drafts don't pay."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from itertools import accumulate
+from statistics import fmean
 from typing import Protocol
 
 from phonograph.engine.requests.limits import Limits
@@ -12,24 +14,32 @@ from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep, Update
 from phonograph.engine.requests.step_costs import StepCosts
 
-_HOPED_FOR = 6.0
-"""The time, in plain steps, that may be lost before a drafter that is always wrong is detected: about one in a hundred
-for a sequence of 512 tokens. Only the first sequences lose it."""
-_WEIGHT, _PROBE_WEIGHT = 1 / 16, 1 / 4
-"""Of a round in the running mean: among others, and of one that was made to see whether drafts pay again."""
-_MARGIN = 1.02
-"""Drafts must promise this much more than they cost before rounds begin again, so that noise does not switch."""
-_PROBE_ROUNDS = 2
-"""The first of them has old drafts to verify, the second those of the first."""
+_STAKE = 7.0
+"""The time, in plain steps, that probes may have lost at once should all drafts be wrong: together with the share
+below, less than two percent of any 512 steps. The first sequences lose it, or whoever is there when probes begin."""
 _PROBE_SHARE = 0.005
-"""Of the time of plain steps, what probes may cost at most, should all drafts be wrong."""
+"""Of the time of other steps, what further probes may lose."""
+_PROBE_ROUNDS = 2
+"""After a narrower step the first round has old drafts to verify, the second those of the first."""
+_WEIGHT = 1 / 16
+"""Of a round in the running means."""
+_STREAK = 4.0
+"""The time, in plain steps, that rounds which were to pay may lose before all that is known of them is given up."""
+_REMEMBERED = 3
+"""Rounds that all before a probe count for."""
+_MARGIN = 1.02
+"""Another width must promise this much more before steps change to it, so that noise does not switch."""
+
+
+Brought = tuple[int, bool]
+"""Tokens that a round brought a row, and whether a limit on the output cut it off."""
 
 
 class StepWidth(Protocol):
     """Policy for the width of steps; consecutive steps with the same tuple of decodes should rarely differ."""
 
     def of(self, decodes: tuple[Sequence, ...]) -> int:
-        """For a step with these decodes: `Limits.tokens_per_row`, or 1."""
+        """For a step with these decodes: one of the widths that the engine records, or 1."""
         ...
 
     def took(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
@@ -61,68 +71,127 @@ class WhereDrafted:
         return "wherever a request allows drafts"
 
 
+class Acceptance:
+    """How many rows of a step accept a draft in each place of a round, as running means over recent rounds.
+
+    A place is looked at only where the step before drafted for it: what is verified after a narrower one is old.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._shares, self._seen = [0.0] * depth, [0] * depth
+        self._before = depth + 1
+
+    def note(self, width: int, counts: list[Brought]) -> None:
+        """A step of this width, and what it brought rows; what is not known of a place counts as the mean."""
+        drafted, self._before = min(width, self._before) - 1, width
+        for place in range(drafted if counts else 0):
+            mean = self._shares[place]
+            share = fmean(1.0 if count > place + 1 else mean if is_cut_off else 0.0 for count, is_cut_off in counts)
+            self._seen[place] += 1
+            self._shares[place] += max(_WEIGHT, 1 / self._seen[place]) * (share - self._shares[place])
+
+    def forget(self) -> None:
+        """What is known so far counts for a few rounds only."""
+        self._seen = [min(seen, _REMEMBERED) for seen in self._seen]
+
+    def give_up(self) -> None:
+        """As if nothing had ever been accepted."""
+        self._shares, self._seen = [0.0] * len(self._shares), [0] * len(self._seen)
+
+    def tokens(self, width: int) -> float:
+        """What a round of this width brings a row: its token, and what is accepted; no place more than one before."""
+        return 1 + sum(accumulate(self._shares[: width - 1], min))
+
+
 class WherePaid:
-    """Rounds while recent ones gain more in tokens than they cost in time; else plain steps, and now and then a
-    probe."""
+    """Of all widths the one by which recent rounds gain most in tokens for their time, or plain steps; and now and then
+    a probe by a wider one.
+
+    A probe is paid for when it is launched, as if it brought nothing: what is in flight counts.
+    """
 
     def __init__(self, limits: Limits, costs: StepCosts) -> None:
         self._drafted = WhereDrafted(limits)
         self._costs = costs
-        self._brought: float | None = None
-        """Tokens a row in recent rounds, as a running mean; None before the first."""
-        self._is_on = True
-        self._until_probe = 0
-        self._probing = 0
-        """Rounds of a probe that are yet to be launched."""
+        self._acceptance = Acceptance(limits.tokens_per_row - 1)
+        self._width = 1
+        """That of steps which are no probes."""
+        self._credit = _STAKE
+        """The time, in plain steps, that probes may lose."""
+        self._probe, self._rounds_left = 0, 0
+        """The width of the last probe, and its rounds that are yet to be launched."""
+        self._last = limits.tokens_per_row
+        """The width of the last step."""
+        self._lost = 0.0
+        """The time, in plain steps, that recent rounds lost which were to pay; no less than none."""
 
     def of(self, decodes: tuple[Sequence, ...]) -> int:
         width = self._drafted.of(decodes)
-        if width == 1 or not decodes:
-            return width
-        ratio = self._costs.ratio(len(decodes))
-        if self._brought is None:
-            self._brought = _hope(ratio)
-        self._is_on = self._brought >= (ratio if self._is_on else ratio * _MARGIN)
-        if self._is_on:
-            self._until_probe = self._probing = 0
-            return width
-        return width if self._probes(ratio) else 1
+        if width > 1 and decodes:
+            ratios = {one: self._costs.ratio(len(decodes), one) for one in (*self._costs.widths, 1)}
+            width = self._width = self._best(ratios)
+            if self._probes(ratios):
+                width = self._probe
+        self._last = width
+        return width
 
-    def _probes(self, ratio: float) -> bool:
-        """Whether a step that would be plain looks whether drafts pay by now."""
-        if self._probing:
-            self._probing -= 1
-            return True
-        if not self._until_probe:
-            self._until_probe = max(1, math.ceil(_PROBE_ROUNDS * (ratio - 1) / _PROBE_SHARE))
-        self._until_probe -= 1
-        if not self._until_probe:
-            self._probing = _PROBE_ROUNDS
-        return False
+    def _best(self, ratios: dict[int, float]) -> int:
+        """The width that brings most for its time; the one that is in use wins by a margin."""
+
+        def rate(width: int) -> float:
+            return self._acceptance.tokens(width) / ratios[width]
+
+        best = max(ratios, key=rate)
+        return best if rate(best) > rate(self._width) * _MARGIN else self._width
+
+    def _probes(self, ratios: dict[int, float]) -> bool:
+        """Whether a step looks what a wider round brings by now; it is paid for then."""
+        own = ratios[self._width]
+        self._credit = min(_STAKE, self._credit + _PROBE_SHARE * own)
+        if not self._rounds_left:
+            self._begin_probe(ratios, own)
+        if not self._rounds_left or self._probe <= self._width:
+            self._rounds_left = 0
+            return False
+        self._rounds_left -= 1
+        self._credit -= max(0.0, ratios[self._probe] - own)
+        return True
+
+    def _begin_probe(self, ratios: dict[int, float], own: float) -> None:
+        """By the widest round that can pay at all and that is not too dear, once there is the credit for it."""
+        for width in self._costs.widths:
+            rounds = 1 if self._last >= width else _PROBE_ROUNDS
+            price = rounds * (ratios[width] - own)
+            if width > self._width and ratios[width] < width and price <= _STAKE:
+                if price <= self._credit:
+                    self._acceptance.forget()
+                    self._probe, self._rounds_left = width, rounds
+                return
 
     def took(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
         """Of rounds that a limit on the output cut off it is known that they would have brought so much at least; those
         with a stop token are left out."""
-        if step.tokens_per_row == 1 or self._brought is None:
+        if not step.decodes:
             return
-        decoding, mean = set(step.decodes), self._brought
-        counts = [
-            len(tokens) if finish is None else max(len(tokens), mean)
+        width = step.tokens_per_row
+        decoding = set(step.decodes) if width > 1 else set()
+        counts: list[Brought] = [
+            (len(tokens), finish is not None)
             for sequence, tokens, finish in updates
             if sequence in decoding and finish in (None, FinishReason.LENGTH)
         ]
-        if counts:
-            weight = _WEIGHT if self._is_on else _PROBE_WEIGHT
-            self._brought += weight * (sum(counts) / len(counts) - mean)
+        self._acceptance.note(width, counts)
+        if counts and width <= self._width:
+            mean = self._acceptance.tokens(width)
+            brought = fmean(max(count, mean) if is_cut_off else count for count, is_cut_off in counts)
+            gained = brought - self._costs.ratio(len(step.decodes), width)
+            self._lost = max(0.0, self._lost - gained)
+            if self._lost > _STREAK:
+                self._acceptance.give_up()
+                self._width, self._lost = 1, 0.0
 
     def __str__(self) -> str:
-        return f"where that pays (a round costs {self._costs} rows)"
-
-
-def _hope(ratio: float) -> float:
-    """The prior for tokens per round: so high that the rounds which may be lost are enough to correct it."""
-    rounds = min(8.0, _HOPED_FOR / max(ratio - 1, 0.1) - 1)
-    return 1 + (ratio - 1) * math.pow(1 - _WEIGHT, -max(rounds, 0.5))
+        return f"where that pays (a round costs, by rows: {self._costs})"
 
 
 def width_by(limits: Limits, costs: StepCosts | None) -> StepWidth:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens, RoundTokens
 from phonograph.engine.ops.queries import Queries
@@ -24,7 +25,8 @@ class ReferenceRounds:
         return RoundTokens(flat, length[flat] + offsets, tokens_at(flat, offsets, drafts, last_token, vocab))
 
     def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
-        drafts.index_put_((rows,), found.to(drafts.dtype) * (rows > 0)[:, None])
+        all_places = functional.pad(found.to(drafts.dtype), (0, drafts.shape[1] - found.shape[1]), value=-1)
+        drafts.index_put_((rows,), all_places * (rows > 0)[:, None])
 
     def accept(
         self,
@@ -50,7 +52,7 @@ class ReferenceRounds:
         length.index_put_((rows,), (starts + counts) * real)
         block = as_block(picked, counts)
         if drafts is not None and width > 1:
-            nothing = (drafts.view(-1, width - 1)[rows] < 0) & (block[:, 1:] == NO_TOKEN) & real[:, None]
+            nothing = (drafts[rows] < 0) & (block[:, 1:] == NO_TOKEN) & real[:, None]
             block[:, 1:].masked_fill_(nothing, NO_DRAFT)
         return AcceptedTokens(counts, block, said)
 

@@ -21,7 +21,7 @@ _PLACES = 2048
 
 @kernel(unspecialised=["num_tokens"])
 def _spread(
-    rows_ptr, drafts_ptr, last_token_ptr, length_ptr, out_rows_ptr, positions_ptr, tokens_ptr, num_tokens,
+    rows_ptr, drafts_ptr, last_token_ptr, length_ptr, out_rows_ptr, positions_ptr, tokens_ptr, num_tokens, drafts_row,
     vocab: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of rounds, each by its row and its place in the round."""
@@ -30,7 +30,7 @@ def _spread(
     row = tl.load(rows_ptr + at // width, mask=inside, other=0)
     start = tl.load(length_ptr + row, mask=inside, other=0)
     last = tl.load(last_token_ptr + row, mask=inside & (offset == 0), other=0)
-    draft = tl.load(drafts_ptr + row * (width - 1) + offset - 1, mask=inside & (offset > 0), other=0)
+    draft = tl.load(drafts_ptr + row * drafts_row + offset - 1, mask=inside & (offset > 0), other=0)
     token = tl.where(offset == 0, last, tl.minimum(tl.maximum(draft, 0), vocab - 1))
     tl.store(out_rows_ptr + at, row, mask=inside)
     tl.store(positions_ptr + at, start + offset, mask=inside)
@@ -39,19 +39,22 @@ def _spread(
 
 @kernel(unspecialised=["num_drafts"])
 def _keep_drafts(
-    drafts_ptr, rows_ptr, found_ptr, num_drafts, rows_step, depth: tl.constexpr, block: tl.constexpr,
+    drafts_ptr, rows_ptr, found_ptr, num_drafts, rows_step,
+    depth: tl.constexpr, found_depth: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Some drafts; those of padding go nowhere."""
+    """Some drafts, and none in the places after those that were found; those of padding go nowhere."""
     at = tl.program_id(0) * block + tl.arange(0, block)
-    row = tl.load(rows_ptr + at // depth * rows_step, mask=at < num_drafts, other=0)
-    found = tl.load(found_ptr + at, mask=at < num_drafts, other=0)
-    tl.store(drafts_ptr + row * depth + at % depth, found, mask=row > 0)
+    number, place = at // depth, at % depth
+    row = tl.load(rows_ptr + number * rows_step, mask=at < num_drafts, other=0)
+    is_found = (at < num_drafts) & (place < found_depth)
+    found = tl.load(found_ptr + number * found_depth + place, mask=is_found, other=-1)
+    tl.store(drafts_ptr + row * depth + place, found, mask=row > 0)
 
 
 @kernel(unspecialised=["num_rows"])
 def _accept(
     rows_ptr, positions_ptr, tokens_ptr, picked_ptr, depth_ptr, limit_ptr, drafts_ptr, last_token_ptr, length_ptr,
-    counts_ptr, block_ptr, said_ptr, num_rows,
+    counts_ptr, block_ptr, said_ptr, num_rows, drafts_row,
     none: tl.constexpr, no_draft: tl.constexpr, has_drafts: tl.constexpr,
     width: tl.constexpr, columns: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +82,7 @@ def _accept(
     rest = tl.full((block, columns), none, picked_ptr.dtype.element_ty)
     if has_drafts:
         told = inside & (place > 0) & real[:, None]
-        kept = tl.load(drafts_ptr + row[:, None].to(tl.int64) * (width - 1) + place - 1, mask=told, other=0)
+        kept = tl.load(drafts_ptr + row[:, None].to(tl.int64) * drafts_row + place - 1, mask=told, other=0)
         rest = tl.where(kept < 0, no_draft, rest)
     tl.store(block_ptr + at, tl.where(place < count[:, None], picked, rest), mask=inside)
     tl.store(said_ptr + at, said, mask=inside)
@@ -137,16 +140,17 @@ class TritonRounds:
         if num_tokens:
             _spread[(ceil_div(num_tokens, _TOKENS),)](
                 rows.contiguous(), drafts, last_token, length, found.rows, found.positions, found.tokens, num_tokens,
-                vocab=vocab, width=width, block=_TOKENS, num_warps=4,
+                drafts.stride(0), vocab=vocab, width=width, block=_TOKENS, num_warps=4,
             )  # fmt: skip
         return found
 
     def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
         found, depth = found.to(drafts.dtype).contiguous(), drafts.shape[1]
-        if num_drafts := found.numel():
+        if num_drafts := found.shape[0] * depth:
             _keep_drafts[(ceil_div(num_drafts, _TOKENS),)](
-                drafts, rows, found, num_drafts, rows.stride(0), depth=depth, block=_TOKENS, num_warps=4
-            )
+                drafts, rows, found, num_drafts, rows.stride(0), depth=depth, found_depth=found.shape[1],
+                block=_TOKENS, num_warps=4,
+            )  # fmt: skip
 
     def accept(
         self,
@@ -165,7 +169,7 @@ class TritonRounds:
             _accept[(ceil_div(num_rows, _ROWS),)](
                 queries.rows.contiguous(), queries.token_positions.contiguous(), tokens.contiguous(), picked,
                 depth, limit, depth if drafts is None else drafts, last_token, length,
-                found.counts, found.block, found.tokens, num_rows,
+                found.counts, found.block, found.tokens, num_rows, 0 if drafts is None else drafts.stride(0),
                 none=NO_TOKEN, no_draft=NO_DRAFT, has_drafts=drafts is not None and width > 1,
                 width=width, columns=next_power_of_two(width), block=_ROWS, num_warps=1,
             )  # fmt: skip

@@ -1,0 +1,141 @@
+"""Speculation on a real GPU: steady rounds are one launch without a copy, and no output depends on the drafter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_head import write_random_head
+
+from phonograph import LLM, EngineOptions, SamplingParams, verify
+from phonograph.devices import Device
+from phonograph.engine.cache.groups import page_bytes
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core import EngineCore
+from phonograph.engine.execution.executor import Executor
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.passes.base import PassParts
+from phonograph.engine.passes.drafting import Accepted, Drafting
+from phonograph.engine.passes.registry import TARGET_VERIFY, kept_by, step_passes_for
+from phonograph.engine.passes.target_verify import speculating_passes
+from phonograph.engine.requests.request import Request
+from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.engine.state.column import Column, Width
+from phonograph.graphs.planning.settings import ask
+
+pytestmark = pytest.mark.gpu
+
+TARGET, DEPTH = SHAPES["tiny"], 3
+GREEDY = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, seed=5)
+PROMPTS = [(5, 9, 200, 3), (7,), tuple(range(20, 61)), (1, 2, 1, 2, 1)]
+
+
+def engine(device: str | Device = "cuda", **changes: Any) -> LLM:
+    usual: dict[str, Any] = {"max_seqs": 4, "max_tokens": 64, "max_len": 256, "cache_tokens": 2048}
+    usual |= {"dtype": torch.bfloat16, "speculate": "ngram", "speculate_depth": DEPTH, "speculate_when": "always"}
+    asked = [ask(f"{TARGET_VERIFY.name}.buckets", (4,), origin="test")]  # one bucket: every round is rounded alike
+    return LLM(RandomCheckpoint(TARGET), device=device, options=EngineOptions(**{**usual, **changes}), asked=asked)
+
+
+def expect_steady_rounds(llm: LLM) -> None:
+    core, runner, tables = llm.core, llm.executor.runners[TARGET_VERIFY.name], llm.executor.tables
+    for number, prompt in enumerate(PROMPTS[:2]):
+        core.add(Request(f"{number}", prompt, replace(GREEDY, max_tokens=200)))
+    for _ in range(8):
+        core.step()
+    is_cuda = llm.device.torch_device.type == "cuda"
+    held = torch.cuda.memory_stats()["allocation.all.allocated"] if is_cuda else 0
+    before = runner.registry.counts.transfers, tables.counts.transfers, runner.stats.replays.total()
+    for _ in range(8):
+        core.step()
+    after = runner.registry.counts.transfers, tables.counts.transfers, runner.stats.replays.total()
+    assert after == (*before[:2], before[2] + 8), "one launch a round, and no copy to the device"
+    if is_cuda:
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == held, "nothing is allocated"
+    while not core.is_idle:
+        core.step()
+    assert all(one.stats.eager.total() == 0 for one in llm.executor.runners.values())
+
+
+def test_a_steady_round_is_one_launch_and_no_copy(tmp_path: Path) -> None:
+    expect_steady_rounds(engine())
+    write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
+    expect_steady_rounds(engine(speculate="eagle", draft=tmp_path))
+
+
+def test_the_recordings_are_right_narrow_rounds_included() -> None:
+    llm = engine(speculate_when="pays")
+    report = verify(llm.executor.runners[TARGET_VERIFY.name], batches=1)
+    assert report.ok, str(report)
+    assert "drafts=half" in {key.axes for key in llm.executor.runners[TARGET_VERIFY.name].captured}
+    assert llm.generate(PROMPTS, GREEDY)[0].tokens
+
+
+def test_layers_of_a_head_are_part_of_every_page(tmp_path: Path) -> None:
+    write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
+    head = engine(speculate="eagle", draft=tmp_path, cache_tokens=2048)
+    assert head.drafting is not None
+    assert head.drafting.keeps is not None
+    model, passes = head.executor.model, speculating_passes(head.drafting)
+    both = page_bytes(kept_by(model, passes), 16, model.dtype)
+    assert both > page_bytes(kept_by(model), 16, model.dtype)
+    held = sum(
+        tensor.numel() * tensor.element_size() for group in head.executor.state.caches for tensor in group.tensors
+    )
+    assert held == both * head.limits.num_pages
+
+
+class Told:
+    """Drafts what a column says, or zeros where there is none."""
+
+    writes = ()
+
+    def __init__(self, parts: PassParts, name: str) -> None:
+        self.reads = (name,)
+        self._told, self._tables = parts.tables[name], parts.tables
+
+    def draft(self, accepted: Accepted, depth: int) -> torch.Tensor:
+        rows = accepted.rows[:, None]
+        places = self._tables.length[rows] + 1 + torch.arange(depth, device=rows.device)
+        return self._told[rows, places.clamp_max(self._told.shape[1] - 1)]
+
+    def keep_up(self, accepted: Accepted) -> None:
+        pass
+
+
+def answers(llm: LLM, params: SamplingParams, known: dict[tuple[int, ...], list[int]]) -> tuple[list[list[int]], int]:
+    """All prompts at once, at one bucket and width, with drafts of what is known; and how many were accepted."""
+
+    def told(entry: Any) -> list[int]:
+        prompt = entry.sequence.request.prompt
+        return [*prompt, *known.get(prompt, [])]
+
+    column = Column("told", torch.int64, width=Width.POSITIONS, value=told)
+    passes = speculating_passes(Drafting("told", DEPTH, lambda parts: Told(parts, "told"), lambda: (column,)))
+    executor = Executor(llm.executor.model, llm.executor.parts.sampler, llm.device, llm.plan, llm.limits, passes=passes)
+    executor.capture()
+    core = EngineCore(Scheduler(llm.limits, passes=step_passes_for(speculates=True), prefix_cache=False), executor)
+    found = [core.add(Request(f"{n}", prompt, params))[0] for n, prompt in enumerate(PROMPTS)]
+    while not core.is_idle:
+        core.step()
+    assert executor.runners[TARGET_VERIFY.name].stats.eager.total() == 0
+    return [one.outputs for one in found], sum(core.speculation.counts.accepted)
+
+
+def expect_the_same_of_any_drafter(llm: LLM, params: SamplingParams) -> None:
+    """Of one that is never right, and of one that knows what the first brought."""
+    nonsense, few = answers(llm, params, {})
+    good, many = answers(llm, params, dict(zip(PROMPTS, nonsense, strict=True)))
+    assert many > 4 * few
+    assert good == nonsense
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_good_and_a_nonsense_drafter_say_the_same_in_bfloat16(params: SamplingParams) -> None:
+    """At a fixed bucket and width: four rows of four tokens throughout."""
+    llm = engine(max_seqs=4, max_ahead=0)
+    expect_the_same_of_any_drafter(llm, params)
