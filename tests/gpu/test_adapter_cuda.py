@@ -126,6 +126,7 @@ class Oracles:
     def get(self, name: str) -> Oracle:
         if name not in self._made:
             model = made(FAMILIES[name], std=0.15)
+            model.set_attn_implementation("eager")  # the one that has soft caps in all versions of transformers
             folder = saved(model, self._root / str(len(self._made)))
             self._made[name] = Oracle(model, folder, [greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS])
         return self._made[name]
