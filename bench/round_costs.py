@@ -43,7 +43,10 @@ def round_costs(llm: LLM, num_rows: int) -> dict[str, Any]:
     accepted = Accepted(rows, starts, tokens, counts, torch.zeros_like(parts.tables.pages), features)
     positions = (starts[:, None] + torch.arange(width, device=on)).flatten()
     queries = Queries(rows.repeat_interleave(width), positions, accepted.table, tokens_per_row=width)
-    bounds = parts.tables["depth"].clone(), parts.tables["limit"].clone()
+    bounds = (
+        torch.full_like(parts.tables["depth"], depth),
+        torch.full_like(parts.tables["limit"], parts.limits.max_len),
+    )
     drafts = parts.tables["draft"].clone().view(-1, depth)
     state = parts.tables.last_token.clone(), parts.tables.length.clone()
 

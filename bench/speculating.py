@@ -4,29 +4,36 @@
     python bench/speculating.py --tiny                                                 # all of it, on any machine
 
 DATA has prompts (`eagle_text`); without it, and for random weights, prompts are random. Parts:
+  same     answers of each drafter against those of plain decoding
   rounds   tokens a round of each drafter on held-out prompts, by kind of text; drafters are compared by those of all
            rounds, since one that seldom drafts is right more often where it does
   rates    tokens a second at each batch size, with rounds always, and without
-  curve    up through the batch sizes and down again where rounds run if they pay, against plain decoding
-  wrong    the same with drafts of which none is ever accepted, over 512 tokens a sequence
+  curve    up through many batch sizes and down again where rounds run if they pay, against plain decoding, and the
+           largest drop from one size to the next
+  wrong    drafts of which none is ever accepted, over 512 tokens a sequence, prompts included; every run begins with
+           a policy that knows nothing. Plain decoding is measured twice, which shows the noise
   costs    device time of acceptance, extend and draft, against their bytes at 4.6 TB/s and 0.1 ms
   shape    the 8B shape with random weights at batch 1, drafts accepted at set rates (`synthetic_acceptance`: what it
-           says is not what its model says)
+           says is not what its model says); by chance more or fewer are than the rate says, so that speed is also
+           told for the tokens a round that are expected
   poisson  requests that come by chance: the share of decode steps that were rounds
-Writes bench/results/speculation_cpu.json or …_cuda.json.
+Writes bench/results/speculation_cpu.json or …_cuda.json; parts that were left out stay as they are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
+import itertools
+import json
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,73 +46,23 @@ from random_head import write_random_head
 from round_costs import round_costs
 from same_answers import Answers, answers, compared
 from speculating_plot import draw
+from speculating_setting import FULL, TINY, Setting
 from synthetic_acceptance import accepting, expected, rates_of
 
 from phonograph.bench.engine_driver import EngineDriver
 from phonograph.bench.workloads import Ids, Job
 from phonograph.devices import Device, open_device
-from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.execution.speculation import measured_costs
+from phonograph.engine.execution.step_timing import EVERY
 from phonograph.engine.llm import LLM
-from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.registry import TARGET_VERIFY
-from phonograph.engine.passes.target_verify import PLAIN_STEPS
 from phonograph.engine.requests.request import SamplingParams
+from phonograph.engine.scheduling.step_width import StepWidth
 from phonograph.errors import PlanError
 
 GOALS = {(4, 0.8): 2.3, (3, 0.7): 1.8, (2, 0.5): 1.3}
 """By depth and rate of acceptance: how many times as fast as plain decoding the 8B shape is to be."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is measured, and how long."""
-
-    model: str | RandomCheckpoint | None
-    shape: RandomCheckpoint
-    """For synthetic acceptance."""
-    device: str
-    dtype: torch.dtype
-    batches: tuple[int, ...]
-    new_tokens: int
-    long_tokens: int
-    """Of a sequence where no draft is accepted."""
-    prompts: int
-    compared: int
-    """Prompts whose answers are compared with those of plain decoding."""
-    requests: int
-    max_len: int
-    depth: int
-    repeats: int
-    head: Path | None = None
-    data: Path | None = None
-    draft_vocab: int = 32_000
-    random_head: Path | None = None
-    """For the shape."""
-
-    @property
-    def drafters(self) -> dict[str, dict[str, Any]]:
-        """All that there are."""
-        both = {} if self.head is None else {"ngram+eagle": {"speculate": "ngram+eagle", "draft": self.head}}
-        return {**self.single_drafters, **both}
-
-    @property
-    def single_drafters(self) -> dict[str, dict[str, Any]]:
-        """Those that are made of no others: what these cost says what the others do."""
-        eagle = {} if self.head is None else {"eagle": {"speculate": "eagle", "draft": self.head}}
-        return {"ngram": {"speculate": "ngram"}, **eagle}
-
-
-FULL = Setting(
-    None, RandomCheckpoint(SHAPES["qwen3-8b"]), "cuda", torch.bfloat16, (1, 4, 16, 64, 256), new_tokens=256,
-    long_tokens=512, prompts=180, compared=200, requests=400, max_len=1024, depth=4, repeats=3,
-)  # fmt: skip
-TINY = replace(
-    FULL, model=RandomCheckpoint(SHAPES["tiny"]), shape=RandomCheckpoint(SHAPES["tiny"]), device="emulated",
-    dtype=torch.float32, batches=(1, 2, 4), new_tokens=16, long_tokens=24, prompts=6, compared=5, requests=8,
-    max_len=128, repeats=1, draft_vocab=100,
-)  # fmt: skip
 
 
 class Benchmark:
@@ -113,6 +70,7 @@ class Benchmark:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        self._prompts: dict[tuple[int, int, bool], list[Prompt]] = {}
 
     def open(self, engine: Engine) -> LLM:
         """With a cache for all rows and no more, so that others may use the device too."""
@@ -129,7 +87,13 @@ class Benchmark:
         return llm
 
     def prompts(self, llm: LLM, count: int) -> list[Prompt]:
-        """Held-out ones where there are some, or random ones."""
+        """Held-out ones where there are some, or random ones; the same for all engines of a model."""
+        key = count, llm.checkpoint.config.vocab, llm.tokenizer is not None
+        if key not in self._prompts:
+            self._prompts[key] = self._made_prompts(llm, count)
+        return self._prompts[key]
+
+    def _made_prompts(self, llm: LLM, count: int) -> list[Prompt]:
         data = self.setting.data
         if data is not None and llm.tokenizer is not None:
             found = Prompts(data, llm, seed=0).held_out(max(36, count))
@@ -146,7 +110,7 @@ class Benchmark:
         return statistics.median(self._rate(llm, prompts, new_tokens) for _ in range(self.setting.repeats))
 
     def _rate(self, llm: LLM, prompts: Sequence[Ids], new_tokens: int) -> float:
-        driver = EngineDriver(llm)
+        driver = _driver(llm)
         sequences = driver.seat(prompts, new_tokens)
         llm.device.synchronize()
         before, begun = sum(len(one.outputs) for one in sequences), time.perf_counter()
@@ -173,31 +137,17 @@ class Benchmark:
 
         def work(llm: LLM) -> Figures:
             prompts = self.prompts(llm, self.setting.prompts)
-            kinds = ("all", *sorted({prompt.kind for prompt in prompts}))
-            return {kind: self._rounds(llm, prompts, kind) for kind in kinds}
+            first, found = _counts(llm), dict[str, Any]()
+            for kind in sorted({prompt.kind for prompt in prompts}):
+                before, some = _counts(llm), [prompt.tokens for prompt in prompts if prompt.kind == kind]
+                llm.generate(some, SamplingParams(max_tokens=self.setting.new_tokens, temperature=0.0))
+                found[kind] = {"prompts": len(some), **_rounds_between(before, _counts(llm))}
+            return {"all": {"prompts": len(prompts), **_rounds_between(first, _counts(llm))}, **found}
 
         found: Figures = {}
         for name, changes in self.setting.drafters.items():
             found[name] = yield Engine.of(**changes), work
         return found
-
-    def _rounds(self, llm: LLM, prompts: Sequence[Prompt], kind: str) -> Figures:
-        before = _counts(llm)
-        chosen = [prompt.tokens for prompt in prompts if kind in ("all", prompt.kind)]
-        llm.generate(chosen, SamplingParams(max_tokens=self.setting.new_tokens, temperature=0.0))
-        after = _counts(llm)
-        rounds, tokens = after.rounds - before.rounds, after.tokens - before.tokens
-        without = after.plain["no_draft"] - before.plain["no_draft"]
-        earlier = before.accepted or (0,) * len(after.accepted)
-        accepted = [now - then for now, then in zip(after.accepted, earlier, strict=True)]
-        return {
-            "prompts": len(chosen),
-            "rounds": rounds,
-            "rounds_without_drafts": without,
-            "tokens_a_round": round(tokens / rounds, 3) if rounds else None,
-            "tokens_a_round_with_or_without_drafts": round((tokens + without) / max(1, rounds + without), 3),
-            "accepted_by_place": [round(count / rounds, 4) if rounds else None for count in accepted],
-        }
 
     def _by_batch(self, llm: LLM, new_tokens: int) -> dict[int, float]:
         return {count: self.rate(llm, count, new_tokens) for count in self.setting.batches}
@@ -221,10 +171,14 @@ class Benchmark:
 
     def curve(self) -> Part:
         """Up and down again, in one engine each: the largest loss against plain decoding, and between the two ways."""
-        sizes = [*self.setting.batches, *self.setting.batches[-2::-1]]
+        sizes = [*self.setting.curve, *self.setting.curve[-2::-1]]
 
         def work(llm: LLM) -> list[float]:
-            return [round(self.rate(llm, count, self.setting.new_tokens), 1) for count in sizes]
+            found = []
+            for count in sizes:
+                prompts: list[Ids] = [list(prompt.tokens) for prompt in self.prompts(llm, count)]
+                found.append(round(self._rate(llm, prompts, self.setting.new_tokens // 2), 1))
+            return found
 
         both, singles = {"plain": (yield Engine(), work)}, self.setting.single_drafters
         for name, changes in singles.items():
@@ -237,25 +191,45 @@ class Benchmark:
                 "times_plain": [round(one, 3) for one in times],
                 "largest_loss": round(1 - min(times), 4),
                 "largest_difference_of_ways": round(max(abs(up / down - 1) for up, down in ways), 4),
-                "goal": "no loss above 0.02 and no difference above 0.05",
+                "largest_drop_to_the_next_size": round(_largest_drop(both[name][: len(self.setting.curve)]), 4),
+                "largest_drop_of_plain": round(_largest_drop(both["plain"][: len(self.setting.curve)]), 4),
+                "goal": "no loss above 0.02, no drop or difference above 0.05",
             }
         return found
 
     def wrong(self) -> Part:
         """No draft is accepted: what probing costs."""
 
+        def rates(llm: LLM) -> dict[int, float]:
+            policy = copy.deepcopy(llm.core.scheduler.width)
+            return {count: self._whole_rate(llm, count, policy) for count in self.setting.batches}
+
         def work(llm: LLM) -> Figures:
-            rates, counts = self._by_batch(llm, self.setting.long_tokens), _counts(llm)
+            reached, counts = rates(llm), _counts(llm)
             if counts.tokens != counts.rounds:
                 raise PlanError(f"measuring drafts that are never accepted: {counts.tokens - counts.rounds} were.")
-            return {"rates": rates, "rounds": counts.rounds, "plain": dict(counts.plain)}
+            return {"rates": reached, "rounds": counts.rounds, "plain": dict(counts.plain)}
 
-        plain, found = (yield Engine(), partial(self._by_batch, new_tokens=self.setting.long_tokens)), dict[str, Any]()
+        plain, again = (yield Engine(), rates), (yield Engine(), rates)
+        found: Figures = {"noise": {f"{count}": round(1 - again[count] / rate, 4) for count, rate in plain.items()}}
         for name, changes in self.setting.single_drafters.items():
             row = yield Engine.of(accepts=None, **changes, speculate_when="pays"), work
-            losses = {f"{count}": round(1 - rate / plain[count], 4) for count, rate in row.pop("rates").items()}
+            best = {count: max(rate, again[count]) for count, rate in plain.items()}
+            losses = {f"{count}": round(1 - rate / best[count], 4) for count, rate in row.pop("rates").items()}
             found[name] = {"losses": losses, **row, "goal": 0.02}
         return found
+
+    def _whole_rate(self, llm: LLM, num_seqs: int, policy: StepWidth) -> float:
+        """Tokens a second of sequences from their prompts on, where nothing is known of drafts at first."""
+        prompts, rates = [list(prompt.tokens) for prompt in self.prompts(llm, num_seqs)], []
+        for _ in range(self.setting.repeats):
+            driver, llm.core.scheduler.width = _driver(llm), copy.deepcopy(policy)
+            llm.device.synchronize()
+            begun = time.perf_counter()
+            sequences = [driver.add(prompt, self.setting.long_tokens) for prompt in prompts]
+            driver.drain()
+            rates.append(sum(len(one.outputs) for one in sequences) / (time.perf_counter() - begun))
+        return statistics.median(rates)
 
     def costs(self) -> Part:
         """Of each drafter with the model itself, and of a random head with the large shape."""
@@ -289,6 +263,9 @@ class Benchmark:
             found[f"depth {depth} at {rate}"] = {
                 "tokens_per_s": round(reached, 1),
                 "times_plain": round(reached / plain, 3),
+                "times_plain_at_tokens_expected": round(
+                    reached / plain * expected(rate, depth) / counts.tokens_per_round, 3
+                ),
                 "goal": goal,
                 "tokens_a_round": round(counts.tokens_per_round, 3),
                 "tokens_a_round_expected": round(expected(rate, depth), 3),
@@ -316,14 +293,13 @@ class Benchmark:
             jobs.append(Job(due, list(prompt.tokens), self.setting.new_tokens))
             due += numbers.expovariate(per_second)
         runner, counts = llm.executor.runners[TARGET_VERIFY.name], _counts(llm)
-        before, eager = dict(runner.stats.replays), runner.stats.eager.total()
-        streams = EngineDriver(llm).serve(jobs)
-        replays = {key: count - before.get(key, 0) for key, count in runner.stats.replays.items()}
-        rounds = sum(count for key, count in replays.items() if PLAIN_STEPS not in key.axes)
+        eager = runner.stats.eager.total()
+        streams = _driver(llm).serve(jobs)
         after, gaps = _counts(llm), [gap for stream in streams for gap in stream.gaps]
+        steps = {kind: count - counts.steps.get(kind, 0) for kind, count in after.steps.items()}
         return {
             "requests_per_s": round(per_second, 2),
-            "share_of_steps_that_were_rounds": round(rounds / max(1, sum(replays.values())), 4),
+            "share_of_steps_that_were_rounds": round(steps["round"] / max(1, sum(steps.values())), 4),
             "tokens_a_round": round((after.tokens - counts.tokens) / max(1, after.rounds - counts.rounds), 3),
             "median_time_to_first_token_s": round(statistics.median(stream.first for stream in streams), 4),
             "mean_time_of_a_token_s": round(statistics.fmean(gaps), 6) if gaps else None,
@@ -334,6 +310,35 @@ class Benchmark:
 def _counts(llm: LLM) -> Any:
     assert llm.core.speculation is not None
     return llm.core.speculation.counts
+
+
+def _driver(llm: LLM) -> EngineDriver:
+    """One by which steps are timed as often as in service."""
+    driver = EngineDriver(llm)
+    llm.executor.timing.every = EVERY
+    return driver
+
+
+def _rounds_between(before: Any, after: Any) -> Figures:
+    rounds, tokens = after.rounds - before.rounds, after.tokens - before.tokens
+    without = after.plain["no_draft"] - before.plain["no_draft"]
+
+    def grown(now: Sequence[int], then: Sequence[int]) -> list[int]:
+        return [count - earlier for count, earlier in zip(now, then or (0,) * len(now), strict=True)]
+
+    places = zip(grown(after.accepted, before.accepted), grown(after.drafted, before.drafted), strict=True)
+    return {
+        "rounds": rounds,
+        "rounds_without_drafts": without,
+        "tokens_a_round": round(tokens / rounds, 3) if rounds else None,
+        "tokens_a_round_with_or_without_drafts": round((tokens + without) / max(1, rounds + without), 3),
+        "accepted_by_place": [round(count / most, 4) if most else None for count, most in places],
+    }
+
+
+def _largest_drop(rates: Sequence[float]) -> float:
+    """From one size to the next larger one, relative; 0 where all rise."""
+    return max(0.0, *(1 - after / before for before, after in itertools.pairwise(rates)))
 
 
 def _clean(device: str) -> None:
@@ -357,12 +362,14 @@ PARTS: dict[str, Callable[[Benchmark], Part]] = {
 def measure(setting: Setting, only: Sequence[str], out: Path, device: Device) -> Path:
     """The parts, and the path of the file that has them."""
     name = f"speculation_{device.torch_device.type}"
+    path = out / f"{name}.json"
+    earlier = json.loads(path.read_text())["figures"] if path.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         write_random_head(Path(folder), setting.shape.config, setting.draft_vocab, setting.dtype)
         bench = Benchmark(replace(setting, random_head=Path(folder)))
         turns = Turns({name: PARTS[name](bench) for name in only}, bench.open, partial(_clean, setting.device))
-        turns.run(lambda figures: print(report.write(name, figures, out), flush=True))
-    return out / f"{name}.json"
+        turns.run(lambda figures: print(report.write(name, earlier | figures, out), flush=True))
+    return path
 
 
 def main() -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from random_head import write_random_head
-from speculating import TINY, measure
+from speculating import measure
 from speculating_plot import draw
+from speculating_setting import TINY
 from synthetic_acceptance import AtRate, Never, accepting, expected, rates_of
 
 from phonograph import SamplingParams, open_device
