@@ -108,7 +108,7 @@ class TestWeights:
 
     def test_a_smaller_vocabulary_than_the_file_has(self, folder: Path) -> None:
         rewrite(folder / "config.json", vocab_size=VOCAB - 7)
-        with pytest.raises(CheckpointError, match=rf"embed_tokens.weight has shape \[{VOCAB}, 16\], but the configur"):
+        with pytest.raises(CheckpointError, match=rf"(embed_tokens|lm_head).weight has shape \[{VOCAB}, 16\], but"):
             loaded(folder)
 
     def test_a_file_that_is_cut_short(self, folder: Path) -> None:
