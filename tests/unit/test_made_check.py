@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import fx
 
 from phonograph import CaptureError
+from phonograph.graphs.recording.backends.traced import TracedGraph
 from phonograph.graphs.recording.made_check import Outcome, refuse_another_result
 
 ONES = torch.ones(4)
@@ -50,6 +52,21 @@ def test_values_are_as_exact_as_what_they_are_computed_from() -> None:
     assert not refused(scores * 1.02, scores, torch.bfloat16)
     assert refused(scores * 1.5, scores, torch.bfloat16)
     assert refused(scores.double() * 1.001, scores.double(), torch.float64)
+
+
+def test_a_trace_tells_the_coarsest_dtype_that_it_computes_in() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.ones(2, dtype=torch.float64)
+    parts = graph.call_function(torch.split, (x, 1))
+    parts.meta["example_value"] = (torch.ones(1), [torch.ones(1, dtype=torch.bfloat16), torch.ones(1).half()], 3)
+    graph.output((parts,))
+    assert TracedGraph(fx.GraphModule(torch.nn.Module(), graph)).coarsest is torch.bfloat16
+    whole = fx.Graph()
+    numbers = whole.placeholder("x")
+    numbers.meta["example_value"] = torch.ones(2, dtype=torch.int64)
+    whole.output((numbers,))
+    assert TracedGraph(fx.GraphModule(torch.nn.Module(), whole)).coarsest is None
 
 
 def refusal_of(found: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor, rounds_in: torch.dtype | None) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from phonograph.devices.capturing import QUERY
+from phonograph.devices.trace import tensors_in
 from phonograph.errors import CaptureError
 from phonograph.graphs.inputs.fields import Path, fetch
 from phonograph.graphs.phases.marks import traced_call
@@ -86,7 +87,7 @@ class TracedGraph:
     @cached_property
     def coarsest(self) -> torch.dtype | None:
         """The floating dtype with the fewest bits that a value of it has; None where all are whole numbers."""
-        values = [value for node in self.nodes for value in _tensors(node.meta.get("example_value"))]
+        values = [value for node in self.nodes for value in tensors_in(node.meta.get("example_value"))]
         found = {value.dtype for value in values if value.dtype.is_floating_point}
         return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
@@ -353,14 +354,6 @@ def _stand_in(graph: TracedGraph, output: Any, sizes: Mapping[Any, int]) -> Any:
         return output
     is_tensor = isinstance(output.meta.get("example_value"), torch.Tensor)
     return torch.empty(0) if is_tensor else graph.value_of(output, sizes)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
 
 
 def _terms_of(said: Any) -> list[_Term]:
