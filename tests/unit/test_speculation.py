@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -276,11 +276,23 @@ def test_a_backend_is_asked_for_by_the_phase_s_name() -> None:
         ({"speculate_depth": 2}, "nothing is"),
         ({"speculate": "ngram", "speculate_depth": 0}, "speculate_depth must be a whole number"),
         ({"speculate": "ngram", "speculate_depth": 16}, "speculate_depth must be a whole number"),
+        ({"speculate": "eagle", "draft": 3}, r"draft is the path of a folder, .* found 3 \(int\)"),
+        ({"speculate": "eagle", "draft": b"head"}, "draft is the path of a folder"),
+        ({"speculate": "eagle", "draft": ""}, "draft is the path of a folder"),
+        ({"shadow_verify": 1.0, "shadow_dir": 3}, "shadow_dir is the path of a folder"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         EngineOptions(**options)
+
+
+def test_a_path_may_be_a_text() -> None:
+    options: dict[str, Any] = {"draft": "heads/one", "shadow_dir": "wrong"}
+    found = EngineOptions(speculate="eagle", shadow_verify=1.0, **options)
+    assert (found.draft, found.shadow_dir) == (Path("heads/one"), Path("wrong"))
+    paths = [one.name for one in fields(EngineOptions) if "Path" in str(one.type)]
+    assert paths == list(options), "a test for each"
 
 
 def test_requests_that_ask_for_more_than_there_is_are_refused() -> None:
@@ -344,6 +356,9 @@ def test_help_says_what_an_alias_takes() -> None:
         (("--speculate", "ngram", "--speculate-depth", "3", "--speculative-num-steps", "4"), "Keep --speculate-depth"),
         (("--speculate-depth", "3"), "Give --speculate a drafter"),
         (("--draft", "head"), "or neither"),
+        (("--speculate", "eagle", "--draft", ""), "--draft is the path of a folder, .* found ''"),
+        (("--speculate", "eagle", "--speculative-draft-model-path", ""), "--draft is the path of a folder"),
+        (("--shadow-verify", "1", "--shadow-dir", ""), "--shadow-dir is the path of a folder"),
         (("--speculate", "ngram", "--decode-graph-backend", "full"), "Use --target-verify-graph-"),
         (("--target-verify-graph-backend", "full"), "Use --decode-graph-"),
     ],

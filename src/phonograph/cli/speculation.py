@@ -6,7 +6,6 @@ import argparse
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from phonograph.engine.passes.registry import DECODE, TARGET_VERIFY, passes_for, phases_of, step_passes_for
@@ -16,6 +15,7 @@ from phonograph.graphs.planning.sglang_flags import Alias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from phonograph.engine.options import EngineOptions, SpeculateName, SpeculateWhen
     from phonograph.graphs.planning.settings import PhaseDefaults
@@ -76,6 +76,8 @@ class Speculation:
 
 def speculation_from(args: argparse.Namespace) -> Speculation:
     """The drafter, and how many tokens; a flag of SGLang's that contradicts one of ours is refused."""
+    from phonograph.engine.options import path_from
+
     given = {alias.flag: value for alias in ALIASES if (value := _value(args, alias.flag)) is not None}
     for alias in ALIASES:
         if alias.flag not in given:
@@ -92,7 +94,7 @@ def speculation_from(args: argparse.Namespace) -> Speculation:
     depth = _one(DEPTH, {DEPTH: args.speculate_depth, **named})
     path = "--speculative-draft-model-path"
     draft = _one(DRAFT, {DRAFT: args.draft, path: given.get(path)})
-    where = None if draft is None else Path(draft)
+    where = None if draft is None else path_from(DRAFT, draft)
     return Speculation(cast("SpeculateName", speculate or "off"), depth, where, args.speculate_when)
 
 
