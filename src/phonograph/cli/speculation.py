@@ -52,7 +52,10 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         DRAFT, metavar=_METAVARS[DRAFT], help="the folder of an EAGLE-3 head, as SpecForge writes it, or of MTP modules"
     )
     group.add_argument(
-        DEPTH, type=int, metavar=_METAVARS[DEPTH], help="tokens drafted for a sequence in each round; default: 3"
+        DEPTH,
+        type=int,
+        metavar=_METAVARS[DEPTH],
+        help="tokens drafted for a sequence in each round, at most 15; default: 3",
     )
     group.add_argument(
         WHEN,

@@ -82,7 +82,7 @@ class EngineOptions:
     speculate: SpeculateName = "off"
     """The drafter, whose tokens the model verifies several at a time; outputs don't depend on it."""
     speculate_depth: int | None = None
-    """Tokens that are drafted for a sequence in each round; default: 3."""
+    """Tokens that are drafted for a sequence in each round, at most 15; default: 3."""
     speculate_when: SpeculateWhen | None = None
     """Whether rounds are launched wherever something is drafted, or only where they pay. Default: where they pay, on a
     device whose recordings can be timed; always on a CPU."""
