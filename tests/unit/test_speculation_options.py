@@ -11,11 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from phonograph import EngineOptions, PlanError, RequestError, SamplingParams
+import random_modules
+from phonograph import CheckpointError, EngineOptions, PlanError, RequestError, SamplingParams
 from phonograph.cli.flags import add_engine_flags, arguments_from
-from phonograph.engine.options import MAX_DEPTH
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.execution.speculation import choose_drafter
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.options import MAX_DEPTH, SpeculateName
 from phonograph.engine.requests.request import MAX_DRAFTS
 from phonograph.server.openai.requests import CompletionRequest
+from server import tiny
 
 
 @pytest.mark.parametrize(
@@ -117,3 +122,29 @@ def test_help_says_what_an_alias_takes() -> None:
 def test_flags_that_contradict_each_other_are_refused(flags: tuple[str, ...], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         options_of(*flags)
+
+
+# -- folders --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speculate", ["eagle", "ngram+eagle", "auto"])
+def test_a_model_is_no_head(speculate: SpeculateName, tmp_path: Path) -> None:
+    options = EngineOptions(speculate=speculate, draft=tiny.write(tmp_path / "model"))
+    with pytest.raises(CheckpointError, match=r"it is no EAGLE-3 head: .* or use --speculate ngram\."):
+        choose_drafter(options, RandomCheckpoint(SHAPES["tiny"]))
+
+
+def test_modules_are_no_head(tmp_path: Path) -> None:
+    options = EngineOptions(speculate="eagle", draft=random_modules.written(tmp_path / "modules"))
+    with pytest.raises(CheckpointError, match=r"it is no EAGLE-3 head: .* or use --speculate mtp for its MTP modules"):
+        choose_drafter(options, RandomCheckpoint(SHAPES["tiny"]))
+
+
+def test_modules_that_do_not_fit_in_words(tmp_path: Path) -> None:
+    folder = random_modules.written(tmp_path / "modules", hidden_size=32)
+    with pytest.raises(CheckpointError) as caught:
+        choose_drafter(EngineOptions(speculate="mtp", draft=folder), RandomCheckpoint(SHAPES["tiny"]))
+    assert str(caught.value) == (
+        f"the MTP modules in {folder} can't draft for this model: its hidden size is 32, and the model's is 64. "
+        "Give --draft a folder that was trained for it."
+    )
