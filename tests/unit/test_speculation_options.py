@@ -81,6 +81,8 @@ def options_of(*flags: str) -> EngineOptions:
         (("--speculate", "ngram+eagle"), ("ngram+eagle", 3, None)),
         (("--speculate", "ngram+eagle", "--draft", "head"), ("ngram+eagle", 3, Path("head"))),
         (("--speculative-algorithm", "NGRAM", "--speculative-num-steps", "4"), ("ngram", 4, None)),
+        (("--speculative-algorithm", "nextn", "--draft", "modules"), ("mtp", 3, Path("modules"))),
+        (("--speculate", "mtp", "--speculative-algorithm", "NEXTN", "--draft", "x"), ("mtp", 3, Path("x"))),
         (("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"), ("ngram", 3, None)),
         (
             ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "head",
@@ -106,6 +108,7 @@ def test_help_says_what_an_alias_takes() -> None:
     ("flags", "said"),
     [
         (("--speculative-algorithm", "MEDUSA"), "--speculative-algorithm MEDUSA is not built in"),
+        (("--speculative-algorithm", "NEXTN"), "Give --draft PATH"),
         (("--speculative-eagle-topk", "4"), "--speculative-eagle-topk 4 is not built in"),
         (("--speculative-num-steps", "many"), "is a number of tokens"),
         (("--speculate", "ngram", "--speculative-algorithm", "EAGLE"), "Keep --speculate alone"),

@@ -24,8 +24,15 @@ log = logging.getLogger("phonograph")
 
 T = TypeVar("T")
 SPECULATE, DEPTH, WHEN, DRAFT = "--speculate", "--speculate-depth", "--speculate-when", "--draft"
+_ALGORITHMS = {"NGRAM": "ngram", "EAGLE": "eagle", "EAGLE3": "eagle", "NEXTN": "mtp"}
+"""SGLang's names of drafters, and ours."""
 ALIASES = (
-    Alias("--speculative-algorithm", SPECULATE, words=("NGRAM", "EAGLE", "EAGLE3")),
+    Alias(
+        "--speculative-algorithm",
+        SPECULATE,
+        words=tuple(_ALGORITHMS),
+        note="EAGLE3 is eagle, NEXTN is mtp with --draft",
+    ),
     Alias("--speculative-draft-model-path", DRAFT),
     Alias("--speculative-num-steps", DEPTH),
     Alias("--speculative-num-draft-tokens", DEPTH, note="one less: SGLang counts the row's last token too"),
@@ -89,8 +96,8 @@ def speculation_from(args: argparse.Namespace) -> Speculation:
         if alias.words and value.upper() not in alias.words:
             raise PlanError(f"{alias.flag} {value} is not built in. Use {' or '.join(alias.words)}, or leave it out.")
         log.warning("%s", alias.warning)
-    algorithm = given.get("--speculative-algorithm", "").lower().removesuffix("3")
-    speculate = _one(SPECULATE, {SPECULATE: args.speculate, "--speculative-algorithm": algorithm or None})
+    algorithm = _ALGORITHMS.get(given.get("--speculative-algorithm", "").upper())
+    speculate = _one(SPECULATE, {SPECULATE: args.speculate, "--speculative-algorithm": algorithm})
     steps = _number(given, "--speculative-num-steps")
     verified = _number(given, "--speculative-num-draft-tokens", less=1)
     named = {"--speculative-num-steps": steps, "--speculative-num-draft-tokens": verified}
