@@ -43,6 +43,13 @@ DOCS = Path(__file__).parents[1] / "docs"
 _MADE = "<!-- Made from the code by `make reference`. -->\n"
 _DEPRECATED = "deprecated names of graph flags"
 
+ASKING = """\
+from phonograph import LLM, ask
+
+llm = LLM("DIR", asked=[ask("decode.backend", "full"), ask("decode.buckets", (1, 2, 4))])
+"""
+"""How a setting of the plan is asked for; a test runs it."""
+
 Row = Sequence[str]
 
 
@@ -241,7 +248,8 @@ def options_page() -> str:
         "`LLM(model, options=EngineOptions(max_len=4096))`. None leaves it to model and memory.\n",
         _options(EngineOptions, _engine_flags()),
         "## The graph plan\n",
-        "By name in `--graph-backend '{…}'`, by flag, or by `ask(name, value)` for `LLM(asked=…)`.\n",
+        "By name in `--graph-backend '{…}'`, by flag, or in Python by `ask(name, value)`:\n",
+        f"```python\n{ASKING}```\n",
         _settings_table(),
         "## The server: `ServerOptions`\n",
         _options(ServerOptions, _flags_read_by(serve._options)),

@@ -74,6 +74,7 @@ PUBLIC = [
     "UnavailableError",
     "VerifyError",
     "VerifyReport",
+    "ask",
     "break_graph",
     "current",
     "graph_break",

@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ import phonograph
 import phonograph.hf
 from phonograph import Graphed, Phase, Registry, Runner, RunnerOptions, graphed
 from phonograph.cli.main import command_line, main
+from server import tiny
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -185,6 +187,18 @@ def test_the_blocks_of_a_page_run_and_show_what_it_says(page: str) -> None:
         elif language == "text":
             assert_shown(text, out)
     assert ran
+
+
+def test_the_line_that_asks_for_settings_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.write(tmp_path / "DIR")
+    monkeypatch.chdir(tmp_path)
+    ((language, text),) = blocks("reference/options.md")
+    assert language == "python"
+    names: dict[str, Any] = {}
+    exec(compile(text, "options.md", "exec"), names)
+    plan = names["llm"].plan.phase("decode")
+    assert (plan.backend, plan.buckets) == ("full", (1, 2, 4))
+    assert "asked by ask()" in names["llm"].explain()
 
 
 def test_flags_in_shell_blocks_exist() -> None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from phonograph.graphs.phases.opaque import opaque
     from phonograph.graphs.phases.phase import Phase, Sample
     from phonograph.graphs.planning.resolve import PhasePlan, Plan, resolve
+    from phonograph.graphs.planning.settings import ask
     from phonograph.graphs.recording.capture_report import CaptureReport
     from phonograph.graphs.running.runner import Runner
     from phonograph.graphs.running.runner_options import RunnerOptions
@@ -100,6 +101,7 @@ __all__ = [
     "UnavailableError",
     "VerifyError",
     "VerifyReport",
+    "ask",
     "break_graph",
     "current",
     "graph_break",
@@ -140,6 +142,7 @@ _MODULES = {
     "Slot": "phonograph.graphs.inputs.slot",
     "Stage": "phonograph.graphs.phases.context",
     "VerifyReport": "phonograph.graphs.trust.verify",
+    "ask": "phonograph.graphs.planning.settings",
     "break_graph": "phonograph.graphs.phases.breaks",
     "current": "phonograph.graphs.phases.context",
     "graph_break": "phonograph.graphs.phases.breaks",

@@ -64,6 +64,15 @@ def test_usage_tells_of_drafts(server: Server, tiny_server: Server) -> None:
     assert "completion_tokens_details" not in tiny_server.post("/v1/completions", BODY).json()["usage"]
 
 
+def test_usage_of_a_response_tells_of_drafts(server: Server, tiny_server: Server) -> None:
+    body = {"input": BODY["prompt"], "max_output_tokens": 40, "temperature": 0}
+    told, plainly = (
+        one.post("/v1/responses", body).json()["usage"]["output_tokens_details"] for one in (server, tiny_server)
+    )
+    assert told["accepted_prediction_tokens"] + told["rejected_prediction_tokens"] > 0
+    assert plainly == {"reasoning_tokens": told["reasoning_tokens"]}
+
+
 def counted(server: Server) -> list[float]:
     """Rounds, drafted, accepted and their tokens, once nothing is in flight."""
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "round_tokens")

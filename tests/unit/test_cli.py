@@ -96,6 +96,12 @@ def test_explain_needs_no_weights(capsys: Capture) -> None:
             "ngram (auto: no head comes with this model, and --draft names none), 2 a round, where that pays "
             "(what a round costs is measured at start)",
         ),
+        (
+            ("--speculate", "ngram", "--speculate-when", "pays", "--device", "cpu"),
+            "ngram, 3 a round, wherever a request allows drafts (where that pays is not known, since rounds are not "
+            "recorded)",
+        ),
+        (("--speculate", "ngram", "--device", "cpu"), "ngram, 3 a round, wherever a request allows drafts"),
     ],
 )
 def test_explain_says_who_drafts_and_when(flags: tuple[str, ...], said: str, capsys: Capture) -> None:

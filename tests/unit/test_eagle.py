@@ -250,11 +250,12 @@ def test_a_head_that_does_not_fit_is_refused(
 
 
 def test_weights_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    for name, wrong in (
-        ("d2t", torch.full((DRAFTED,), 250)),
-        ("fc.weight", torch.full((HIDDEN, 2 * HIDDEN), torch.nan)),
+    for name, wrong, said in (
+        ("d2t", torch.full((DRAFTED,), 250), f"d2t names the token {DRAFTED + 249}, of a vocabulary of 256"),
+        ("d2t", torch.full((DRAFTED,), -7), "d2t names the token -7, of a vocabulary of 256"),
+        ("fc.weight", torch.full((HIDDEN, 2 * HIDDEN), torch.nan), "NaN or infinite"),
     ):
-        with pytest.raises(CheckpointError, match="does not fit"):
+        with pytest.raises(CheckpointError, match=f"can't draft for this model: .*{said}"):
             drafting(written(tmp_path, {**tensors(), name: wrong}))
 
 

@@ -29,6 +29,7 @@ from phonograph.engine.process.statistics import EngineStats, PhaseStats, engine
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.scheduling.speculation_tally import PLAIN_REASONS
 from phonograph.graphs.planning.settings import ask
+from phonograph.server.observe import exposition
 from phonograph.server.observe.exposition import Exposition
 from phonograph.server.observe.histogram import Distribution
 from phonograph.server.observe.history import LATENCY_WINDOW, MAX_POINTS, History
@@ -276,7 +277,10 @@ def test_speculation_is_exposed() -> None:
         at = {"position": f"{place}"}
         assert value(text, "spec_decode_num_draft_tokens_per_pos_total", **at) == found.drafted[place]
         assert value(text, "spec_decode_num_accepted_tokens_per_pos_total", **at) == found.accepted[place]
-    for reason in PLAIN_REASONS:
+    page = (Path(exposition.__file__).parent / "page" / "speculation.js").read_text()
+    for reason, meaning in PLAIN_REASONS.items():
+        assert f"{reason}: {meaning}" in text, "in the help of the metric"
+        assert f'{reason}: "{meaning}"' in page
         assert value(text, "spec_decode_plain_rounds_total", reason=reason) == found.plain[reason]
     for kind, time in found.times.items():
         assert value(text, "spec_decode_steps_total", kind=kind) == found.steps[kind]

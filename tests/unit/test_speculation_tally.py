@@ -97,7 +97,19 @@ def test_counts_in_words() -> None:
     assert str(noted(decoding(6), (5, 5))) == (
         "2.00 tokens a round over 1 rounds; accepted by position: 100%, 0%, –; 100% of 1 steps were rounds"
     )
-    assert str(SpeculationTally(2).counts) == "0.00 tokens a round over 0 rounds; accepted by position: nothing yet"
+    assert str(SpeculationTally(2).counts) == "no drafts verified yet"
+    assert str(noted(decoding(1), (5,), 0, width=4)) == (
+        "no drafts verified yet; decoded plainly: 1 by no_draft (there was no draft to verify); "
+        "100% of 1 steps were rounds"
+    )
+
+
+def test_words_of_several_tokens_count_as_a_grammar_and_are_named() -> None:
+    core = counting(0)
+    Driver(core).run([(PROMPT, replace(GREEDY, max_tokens=4, bad_token_ids=((250, 251),)))])
+    found = core.speculation.counts
+    assert {reason for reason, count in found.plain.items() if count} == {"grammar"}
+    assert "by grammar (a grammar, or forbidden words of several tokens)" in str(found)
 
 
 # -- of an engine ---------------------------------------------------------------------------------------------

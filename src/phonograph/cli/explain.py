@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phonograph.cli.flags import add_engine_flags, arguments_from
-from phonograph.engine.passes.registry import passes_for, phases_of
+from phonograph.engine.passes.registry import TARGET_VERIFY, passes_for, phases_of
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from phonograph.engine.execution.speculation import Chosen
     from phonograph.engine.options import EngineOptions
     from phonograph.engine.process.arguments import EngineArguments
+    from phonograph.graphs.planning.resolve import Plan
 
 HELP = "print whether and how a model is served, and the plan; of a folder, config.json is enough"
 
@@ -76,21 +77,25 @@ def run(args: argparse.Namespace) -> int:
     print(f"precision: {precision}")
     print(described(checkpoint.sampling if arguments.options.sampling == "model" else SamplingParams()))
     print(described_checks(arguments.options, is_recorded=plan.is_recorded))
-    print(f"speculation: {_speculation(drafter, arguments.options, device.torch_device)}")
+    print(f"speculation: {_speculation(drafter, arguments.options, device.torch_device, plan)}")
     print(plan.explain())
     if args.trace is not None:
         print(_traces(arguments, args.trace))
     return 0
 
 
-def _speculation(drafter: Chosen | None, options: EngineOptions, device: torch.device) -> str:
+def _speculation(drafter: Chosen | None, options: EngineOptions, device: torch.device, plan: Plan) -> str:
     """Who drafts, how much and when."""
     from phonograph.engine.execution.speculation import when_for
 
     if drafter is None:
         return "off"
-    pays = "where that pays (what a round costs is measured at start)"
-    when = pays if when_for(options, device) == "pays" else "wherever a request allows drafts"
+    when = "wherever a request allows drafts"
+    if when_for(options, device) == "pays":
+        # Costs are measured by replays: without recordings there is nothing to go by.
+        is_measured = plan.phase(TARGET_VERIFY.name).backend != "disabled"
+        pays = "where that pays (what a round costs is measured at start)"
+        when = pays if is_measured else f"{when} (where that pays is not known, since rounds are not recorded)"
     return f"{drafter}, {options.draft_depth} a round, {when}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phonograph import settings
@@ -125,7 +124,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
     """The engine that the flags ask for."""
     import torch
 
-    from phonograph.engine.options import EngineOptions
+    from phonograph.engine.options import EngineOptions, path_from
     from phonograph.engine.process.arguments import EngineArguments
 
     speculation = speculation_from(args)
@@ -152,7 +151,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         eager_copies=args.eager_copies,
         verify=args.verify,
         shadow_verify=args.shadow_verify,
-        shadow_dir=Path(args.shadow_dir) if args.shadow_dir else None,
+        shadow_dir=None if args.shadow_dir is None else path_from("--shadow-dir", args.shadow_dir),
         shadow_tokens=getattr(args, "log_prompts", False),
     )
     unread = None if args.embeddings else graph_flags.first_flag_of(args, EMBED.defaults)

@@ -6,7 +6,6 @@ import argparse
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from phonograph.engine.passes.registry import DECODE, TARGET_VERIFY, passes_for, phases_of, step_passes_for
@@ -16,6 +15,7 @@ from phonograph.graphs.planning.sglang_flags import Alias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from phonograph.engine.options import EngineOptions, SpeculateName, SpeculateWhen
     from phonograph.graphs.planning.settings import PhaseDefaults
@@ -24,8 +24,15 @@ log = logging.getLogger("phonograph")
 
 T = TypeVar("T")
 SPECULATE, DEPTH, WHEN, DRAFT = "--speculate", "--speculate-depth", "--speculate-when", "--draft"
+_ALGORITHMS = {"NGRAM": "ngram", "EAGLE": "eagle", "EAGLE3": "eagle", "NEXTN": "mtp"}
+"""SGLang's names of drafters, and ours."""
 ALIASES = (
-    Alias("--speculative-algorithm", SPECULATE, words=("NGRAM", "EAGLE", "EAGLE3")),
+    Alias(
+        "--speculative-algorithm",
+        SPECULATE,
+        words=tuple(_ALGORITHMS),
+        note="EAGLE3 is eagle, NEXTN is mtp with --draft",
+    ),
     Alias("--speculative-draft-model-path", DRAFT),
     Alias("--speculative-num-steps", DEPTH),
     Alias("--speculative-num-draft-tokens", DEPTH, note="one less: SGLang counts the row's last token too"),
@@ -52,7 +59,10 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         DRAFT, metavar=_METAVARS[DRAFT], help="the folder of an EAGLE-3 head, as SpecForge writes it, or of MTP modules"
     )
     group.add_argument(
-        DEPTH, type=int, metavar=_METAVARS[DEPTH], help="tokens drafted for a sequence in each round; default: 3"
+        DEPTH,
+        type=int,
+        metavar=_METAVARS[DEPTH],
+        help="tokens drafted for a sequence in each round, at most 15; default: 3",
     )
     group.add_argument(
         WHEN,
@@ -76,6 +86,8 @@ class Speculation:
 
 def speculation_from(args: argparse.Namespace) -> Speculation:
     """The drafter, and how many tokens; a flag of SGLang's that contradicts one of ours is refused."""
+    from phonograph.engine.options import path_from
+
     given = {alias.flag: value for alias in ALIASES if (value := _value(args, alias.flag)) is not None}
     for alias in ALIASES:
         if alias.flag not in given:
@@ -84,15 +96,15 @@ def speculation_from(args: argparse.Namespace) -> Speculation:
         if alias.words and value.upper() not in alias.words:
             raise PlanError(f"{alias.flag} {value} is not built in. Use {' or '.join(alias.words)}, or leave it out.")
         log.warning("%s", alias.warning)
-    algorithm = given.get("--speculative-algorithm", "").lower().removesuffix("3")
-    speculate = _one(SPECULATE, {SPECULATE: args.speculate, "--speculative-algorithm": algorithm or None})
+    algorithm = _ALGORITHMS.get(given.get("--speculative-algorithm", "").upper())
+    speculate = _one(SPECULATE, {SPECULATE: args.speculate, "--speculative-algorithm": algorithm})
     steps = _number(given, "--speculative-num-steps")
     verified = _number(given, "--speculative-num-draft-tokens", less=1)
     named = {"--speculative-num-steps": steps, "--speculative-num-draft-tokens": verified}
     depth = _one(DEPTH, {DEPTH: args.speculate_depth, **named})
     path = "--speculative-draft-model-path"
     draft = _one(DRAFT, {DRAFT: args.draft, path: given.get(path)})
-    where = None if draft is None else Path(draft)
+    where = None if draft is None else path_from(DRAFT, draft)
     return Speculation(cast("SpeculateName", speculate or "off"), depth, where, args.speculate_when)
 
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from phonograph.errors import PlanError
-from phonograph.numbers import expect_finite, expect_whole
+from phonograph.numbers import expect_finite, expect_whole, shown
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What a model can compute in."""
@@ -36,6 +36,13 @@ a head elsewhere; MTP modules; or a head or modules where there are some, else n
 
 SpeculateWhen = Literal["always", "pays"]
 """Wherever something is drafted; or only while recent rounds gain more in tokens than they cost in time."""
+
+
+def path_from(name: str, given: object) -> Path:
+    """A path, or a text as one. An empty text, which would be the current folder, and anything else are refused."""
+    if isinstance(given, str | Path) and given != "":
+        return Path(given)
+    raise PlanError(f"{name} is the path of a folder, as a Path or a text that isn't empty; found {shown(given)}.")
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class EngineOptions:
     speculate: SpeculateName = "off"
     """The drafter, whose tokens the model verifies several at a time; outputs don't depend on it."""
     speculate_depth: int | None = None
-    """Tokens that are drafted for a sequence in each round; default: 3."""
+    """Tokens that are drafted for a sequence in each round, at most 15; default: 3."""
     speculate_when: SpeculateWhen | None = None
     """Whether rounds are launched wherever something is drafted, or only where they pay. Default: where they pay, on a
     device whose recordings can be timed; always on a CPU."""
@@ -132,6 +139,9 @@ class EngineOptions:
             known = get_args(names)
             if getattr(self, name) not in ((None, *known) if is_optional else known):
                 raise PlanError(f"{name} is one of {', '.join(known)}; found {getattr(self, name)!r}.")
+        for name in ("draft", "shadow_dir"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, path_from(name, given))
         self._check_speculation()
         for name, dtype in (("dtype", self.dtype), ("residual_dtype", self.residual_dtype)):
             if dtype not in (None, *DTYPES):

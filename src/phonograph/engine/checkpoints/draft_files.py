@@ -49,7 +49,8 @@ class DraftFiles:
 
     def refuse(self, problem: str) -> NoReturn:
         raise CheckpointError(
-            f"the {self.what} {self.folder} does not fit: {problem}. Give --draft one that was trained for this model."
+            f"the {self.what} in {self.folder} can't draft for this model: {problem}. Give --draft a folder that was "
+            "trained for it."
         )
 
     def expect(self, expected: Mapping[str, Shape], names: Collection[str], integers: Collection[str] = ()) -> None:

@@ -44,6 +44,7 @@ class DraftCheckpoint:
     def open(cls, folder: Path, target: ModelConfig) -> DraftCheckpoint:
         """Read and check what is not weights."""
         files = DraftFiles.open(folder, "draft head", "with an EAGLE-3 head as SpecForge writes it")
+        _refuse_other_folders(files)
         config = _config(files.fields, target)
         _check_target(files, config, target)
         layers = [f"layers.{index}." for index in range(config.layer.num_layers)]
@@ -59,8 +60,9 @@ class DraftCheckpoint:
         files, like = self.files, target.weights.embedding
         found = files.tensors((name for name in files.stored if name not in _UNREAD), like.device)
         ids = torch.arange(self.config.vocab, device=like.device) + found.pop("d2t").long()
-        if int(ids.min()) < 0 or int(ids.max()) >= like.shape[0]:
-            files.refuse(f"d2t names the token {int(ids.max())}, of a vocabulary of {like.shape[0]:,}")
+        for token in (int(ids.min()), int(ids.max())):
+            if not 0 <= token < like.shape[0]:
+                files.refuse(f"d2t names the token {token}, of a vocabulary of {like.shape[0]:,}")
         tensors = DraftTensors.of(files, found, target, self.config.layer.rms_eps)
         head = found["lm_head.weight"].to(like.dtype) if self.has_head else target.weights.head.values()[ids]
         weights = DraftWeights(
@@ -116,6 +118,19 @@ def layer_shapes(config: ModelConfig, own: str, projected: int) -> dict[str, Sha
     if config.qkv_bias:
         shapes |= {f"self_attn.{name}_proj.bias": (q if name == "q" else kv,) for name in "qkv"}
     return {f"{own}{name}": shape for name, shape in shapes.items()}
+
+
+def _refuse_other_folders(files: DraftFiles) -> None:
+    """Refuse what has nothing of a head: a model, or MTP modules."""
+    if "eagle_config" in files.fields or not {"fc.weight", "d2t"}.isdisjoint(files.stored):
+        return
+    has_modules = any(name.endswith(".eh_proj.weight") for name in files.stored)
+    instead = "--speculate mtp for its MTP modules" if has_modules else "--speculate ngram"
+    raise CheckpointError(
+        f"opening the {files.what} {files.folder}: it is no EAGLE-3 head: config.json has no eagle_config, and neither "
+        "fc.weight nor d2t is among its tensors. Give --draft the folder of a head (a whole model is none), or use "
+        f"{instead}."
+    )
 
 
 def _config(fields: Fields, target: ModelConfig) -> DraftConfig:

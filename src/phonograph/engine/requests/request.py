@@ -18,6 +18,8 @@ MAX_BIASED = 300
 MAX_LOGPROBS = 20
 MAX_CHOICES = 1024
 """Of one prompt: each is a sequence that the scheduler keeps from the start."""
+MAX_DRAFTS = 1024
+"""Of a round, that a request may ask for; it gets those that the engine drafts."""
 _INEXACT = 2**53
 """From here on a float64, as which numbers of a grammar are parsed, can't represent every integer."""
 _OF_NUMBERS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
@@ -164,8 +166,8 @@ class SamplingParams:
     """Token sequences that may not be generated: the last token is masked where an output ends with the others. The
     tokens of `bad_words` are added to them."""
     speculate: bool | int | None = None
-    """Tokens that may be drafted for it per round, where the engine speculates: a number, all that it drafts (True,
-    None), or none (False). Changes how fast the output is generated, and not what is in it."""
+    """Tokens that may be drafted for it per round, where the engine speculates: a number up to 1024, all that it
+    drafts (True, None), or none (False). Changes how fast the output is generated, and not what is in it."""
     return_hidden_states: HiddenStates | None = None
     """Report hidden states after the last norm: `last` those that outputs were picked from, `all` those of prompt and
     outputs but the last. Needs EngineOptions(return_hidden_states=True)."""
@@ -188,7 +190,7 @@ class SamplingParams:
         if self.prompt_logprobs is not None:
             _whole("prompt_logprobs", self.prompt_logprobs, least=0, most=MAX_LOGPROBS)
         if self.speculate is not None and not isinstance(self.speculate, bool):
-            _whole("speculate", self.speculate, least=0)
+            _whole("speculate", self.speculate, least=0, most=MAX_DRAFTS)
         if self.return_hidden_states not in (None, *get_args(HiddenStates)):
             problem = f"return_hidden_states is 'last' or 'all', or None, found {shown(self.return_hidden_states)}."
             raise RequestError(problem, field="return_hidden_states")

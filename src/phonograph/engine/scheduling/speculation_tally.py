@@ -10,9 +10,13 @@ from itertools import repeat
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.step import Sampled, ScheduledStep, StepKind, Update, kind_of
 
-PLAIN_REASONS = ("grammar", "request", "cost", "no_draft")
-"""Why a row decodes plainly: its next step depends on its text, its request says so, drafts would not pay, or there was
-none to verify."""
+PLAIN_REASONS: Mapping[str, str] = {
+    "grammar": "a grammar, or forbidden words of several tokens",
+    "request": "the request takes no drafts",
+    "cost": "rounds would not have paid",
+    "no_draft": "there was no draft to verify",
+}
+"""Why a row decodes plainly: names, and what they mean. Under `grammar`, what may come next depends on the text."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,11 @@ class SpeculationCounts:
     def __str__(self) -> str:
         pairs = zip(self.accepted, self.drafted, strict=True)
         places = ", ".join(f"{taken / most:.0%}" if most else "–" for taken, most in pairs)
-        plain = ", ".join(f"{count:,} by {reason}" for reason, count in self.plain.items() if count)
+        plain = ", ".join(f"{count:,} by {name} ({PLAIN_REASONS[name]})" for name, count in self.plain.items() if count)
         steps, rounds = sum(self.steps.values()), self.steps.get("round", 0)
+        brought = f"{self.tokens_per_round:.2f} tokens a round over {self.rounds:,} rounds"
         return (
-            f"{self.tokens_per_round:.2f} tokens a round over {self.rounds:,} rounds; "
-            f"accepted by position: {places if self.rounds else 'nothing yet'}"
+            f"{f'{brought}; accepted by position: {places}' if self.rounds else 'no drafts verified yet'}"
             f"{f'; decoded plainly: {plain}' if plain else ''}"
             f"{f'; {rounds / steps:.0%} of {steps:,} steps were rounds' if steps else ''}"
         )

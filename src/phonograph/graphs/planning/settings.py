@@ -225,8 +225,11 @@ class Ask:
     level: Level = Level.FLAG
 
 
-def ask(setting: str, value: object, *, origin: str, level: Level = Level.FLAG) -> Ask:
-    """A library caller's request: `ask("decode.backend", "full", origin="backend=")`."""
+def ask(setting: str, value: object, *, origin: str = "ask()", level: Level = Level.FLAG) -> Ask:
+    """A library caller's request for a setting of the plan: `LLM(asked=[ask("decode.backend", "full")])`.
+
+    `origin` is what the plan and errors call the place where it was made.
+    """
     return Ask(setting, value, origin, level)
 
 

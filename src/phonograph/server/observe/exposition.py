@@ -14,6 +14,7 @@ from prometheus_client.core import (
 )
 
 from phonograph.engine.process.statistics import EngineStats, PhaseStats, SpeculationStats
+from phonograph.engine.scheduling.speculation_tally import PLAIN_REASONS
 from phonograph.graphs.phases.decisions import Reason
 from phonograph.server.observe.histogram import Distribution
 from phonograph.server.observe.metrics import Metrics
@@ -124,7 +125,8 @@ class Exposition:
             places = [((str(place),), count) for place, count in enumerate(counts)]
             yield self._counter(f"spec_decode_num_{name}_tokens_per_pos", text, ["position"], places)
         plain = [((reason,), count) for reason, count in found.plain.items()]
-        text = "Steps in which a sequence decoded one token, by reason."
+        told = "; ".join(f"{reason}: {meaning}" for reason, meaning in PLAIN_REASONS.items())
+        text = f"Steps in which a sequence decoded one token, by reason ({told})."
         yield self._counter("spec_decode_plain_rounds", text, ["reason"], plain)
         steps = [((kind,), count) for kind, count in found.steps.items()]
         text = "Steps with sequences that decode, by kind: rounds of drafts, or plain."

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from phonograph.engine.requests.request import MAX_DRAFTS
 from phonograph.server.http import request_limits as limits
 from phonograph.server.http.neutral_fields import NeutralField
 from phonograph.server.openai import message_schemas
@@ -161,7 +162,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as BOS. Default: true; false for a chat, whose template adds them.
     Not in OpenAI's API."""
-    speculate: bool | Annotated[int, Meta(ge=0, le=1024)] | None = None
+    speculate: bool | Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] | None = None
     """Whether to draft tokens for it, or how many per round; the output does not depend on it. Not in OpenAI's API."""
 
     response_format: Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.RESPONSE_FORMAT)] | None = None

@@ -20,12 +20,6 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class ReasoningTokens(msgspec.Struct, frozen=True):
-    """Tokens of reasoning."""
-
-    reasoning_tokens: int
-
-
 class OutputDetails(msgspec.Struct, frozen=True):
     """A breakdown of the output tokens."""
 

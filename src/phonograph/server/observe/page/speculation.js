@@ -3,7 +3,7 @@
 import { $, Bar, cells, count, make, share, sync, table, write } from "./parts.js";
 
 const MEANINGS = {
-  grammar: "what may come next depends on the text",
+  grammar: "a grammar, or forbidden words of several tokens",
   request: "the request takes no drafts",
   cost: "rounds would not have paid",
   no_draft: "there was no draft to verify",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from phonograph.server.openai.responses import CachedTokens, ChatTokenLogprob, ReasoningTokens
+from phonograph.server.openai.responses import CachedTokens, ChatTokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Json = dict[str, Any]
@@ -71,13 +72,22 @@ class ResponseError(msgspec.Struct, frozen=True):
     message: str
 
 
+class ResponseOutputDetails(msgspec.Struct, frozen=True):
+    """A breakdown of the output tokens."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """With speculation: drafted tokens that were accepted. Not in OpenAI's API of responses."""
+    rejected_prediction_tokens: int | UnsetType = UNSET
+
+
 class ResponseUsage(msgspec.Struct, frozen=True):
     """Numbers of tokens."""
 
     input_tokens: int
     input_tokens_details: CachedTokens
     output_tokens: int
-    output_tokens_details: ReasoningTokens
+    output_tokens_details: ResponseOutputDetails
     total_tokens: int
 
 

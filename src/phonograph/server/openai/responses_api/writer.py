@@ -13,7 +13,7 @@ from phonograph.engine.requests.request import FinishReason
 from phonograph.server.http.failures import ApiError
 from phonograph.server.openai.answer_reader import Part, Reading, Thought
 from phonograph.server.openai.logprobs import LogprobWriter
-from phonograph.server.openai.responses import CachedTokens, ChatTokenLogprob, FunctionCall, ReasoningTokens
+from phonograph.server.openai.responses import CachedTokens, ChatTokenLogprob, FunctionCall
 from phonograph.server.openai.responses_api.objects import (
     FunctionCallItem,
     IncompleteDetails,
@@ -25,6 +25,7 @@ from phonograph.server.openai.responses_api.objects import (
     Response,
     ResponseError,
     ResponseEvent,
+    ResponseOutputDetails,
     ResponseUsage,
     Status,
 )
@@ -168,11 +169,15 @@ class ResponsesWriter:
     def _ended(self, used: TokenUsage) -> Response:
         is_cut = self._finish is FinishReason.LENGTH
         total = used.prompt_tokens + used.output_tokens
+        details = ResponseOutputDetails(self._reader.num_thought)
+        if used.drafted_tokens:
+            rejected = used.drafted_tokens - used.accepted_tokens
+            details = ResponseOutputDetails(self._reader.num_thought, used.accepted_tokens, rejected)
         usage = ResponseUsage(
             used.prompt_tokens,
             CachedTokens(used.cached_tokens),
             used.output_tokens,
-            ReasoningTokens(self._reader.num_thought),
+            details,
             total,
         )
         return self._on_end(
