@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import nn
 
-from phonograph import graph_break
 from phonograph.graphs.progress import silent
 from runners import WIDTH
 from trial_bodies import Body, Plain, equal, made_from, outputs_of
@@ -103,10 +102,6 @@ def generator() -> Body:
 def counting() -> Body:
     held = Plain(stream=itertools.count(1))
     return lambda x: x * next(held.stream)
-
-
-def advancing(stream: Iterator[float]) -> Body:
-    return lambda x: x * next(stream)
 
 
 def nested() -> Body:
@@ -326,11 +321,7 @@ REFUSED: dict[str, tuple[Callable[[], Body], str]] = {
     "numpy's random numbers": (drawn_from_numpy, "numbers"),
     "torch's random numbers": (drawn_from_torch, "numbers"),
     "a generator": (generator, "the iterator stream"),
-    "an iterator": (counting, "the body changes Plain.stream in every run"),
-    "an iterator over a list": (lambda: advancing(iter([1.0] * 99)), "the body changes stream in every run"),
-    "an iterator over a range": (lambda: advancing(iter(range(99))), "the body changes stream in every run"),
-    "an iterator over a dict": (lambda: advancing(iter(dict.fromkeys(range(99)))), "the body changes stream in every"),
-    "an iterator of iterators": (lambda: advancing(map(float, range(99))), "the iterator stream"),
+    "an iterator": (counting, "the iterator Plain.stream"),
 }
 
 
@@ -382,48 +373,3 @@ def test_a_value_that_is_set_by_size_is_named_with_its_line_unless_it_is_ignored
     assert body.n == 0
     made = made_from(body, ignore=("Sized.n",))
     assert not made.capture(silent).failures
-
-
-ITERATORS: dict[str, Callable[[], Iterator[Any]]] = {
-    "count": lambda: itertools.count(3, 2),
-    "count of a float": lambda: itertools.count(0.5),
-    "list": lambda: iter([1, 2, 3]),
-    "a list that is done": lambda: iter([]),
-    "tuple": lambda: iter((1, 2)),
-    "text": lambda: iter("abc"),
-    "range": lambda: iter(range(5)),
-    "dict": lambda: iter({"a": 1}),
-    "values": lambda: iter({"a": 1}.values()),
-    "set": lambda: iter({1, 2}),
-}
-
-
-@pytest.mark.parametrize("name", ITERATORS)
-def test_an_iterator_that_the_body_leaves_alone_is_no_state(name: str) -> None:
-    held = Plain(stream=ITERATORS[name](), scale=2.0)
-    stream = held.stream
-    made = made_from(lambda x: x * held.scale)
-    assert not made.capture(silent).failures
-    assert made.verify().ok
-    assert held.stream is stream
-    assert list(itertools.islice(stream, 9)) == list(itertools.islice(ITERATORS[name](), 9))
-
-
-def test_an_iterator_that_only_a_gap_advances_goes_on_where_it_was() -> None:
-    held = Plain(stream=itertools.count(1))
-    taken: list[int] = []
-
-    @graph_break
-    def number() -> None:
-        taken.append(next(held.stream))
-
-    def body(x: torch.Tensor) -> torch.Tensor:
-        number()
-        return x * 2
-
-    made = made_from(body)
-    made.capture(silent)
-    taken.clear()
-    for _ in range(2):
-        made(torch.randn(4, WIDTH))
-    assert taken == [1, 2]

@@ -196,7 +196,7 @@ def local_iterators(on: torch.device) -> Subject:
     return in_turn(step, on)
 
 
-@correct()
+@correct(open="FALSE ALARM: an iterator that the body reaches is refused, though it never advances it")
 def iterator_left_alone(on: torch.device) -> Subject:
     """The model numbers its requests by an itertools.count, which the body does not touch."""
 

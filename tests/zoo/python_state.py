@@ -71,7 +71,7 @@ def python_deque(on: torch.device) -> Subject:
     return repeated(step, on, lambda: list(window))
 
 
-@bug(STATE, names="numbers")
+@bug(STATE, names="numbers", has_line=False)
 def python_iterator(on: torch.device) -> Subject:
     """A counter is an itertools.count that the body advances."""
     numbers = itertools.count(1)

@@ -22,17 +22,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from phonograph.graphs.recording.fact import shown
-from phonograph.graphs.recording.iterators import Position, tells_position
-from phonograph.graphs.recording.places import (
-    PLAIN,
-    STATEFUL,
-    Data,
-    Items,
-    Named,
-    Place,
-    Whole,
-    class_names,
-)
+from phonograph.graphs.recording.places import PLAIN, STATEFUL, Data, Items, Named, Place, Whole, class_names
 
 _MAX_PLACES = 500_000
 _MAX_ARRAY_BYTES = 1 << 20
@@ -79,7 +69,7 @@ class Snapshot:
         self.tensors: dict[int, torch.Tensor] = {}
         """Tensors that were met, all but parameters."""
         self.iterators: list[str] = []
-        """Iterators that were met whose position can't be read, or not be put back."""
+        """Iterators that were met: their position can be neither read nor put back."""
         self.lazy: list[str] = []
         """Parameters and buffers without a shape that were met: the first call makes them, which can't be undone."""
         self.packages: set[str] = set()
@@ -213,9 +203,6 @@ class Snapshot:
             self._add(Named(value, ("grad",)), before, key, name)
 
     def _visit_iterator(self, value: Any, before: _Found | None, key: Any) -> None:
-        if before is not None and tells_position(value) and before.place.get(key) is value:
-            self._add(Position(value, before.place, key), before, key, _name_of(before, key))
-            return
         self.iterators.append(_name_of(before, key) if before is not None else type(value).__name__)
 
     def _visit_function(self, value: types.FunctionType, before: _Found | None, key: Any) -> None:
