@@ -101,7 +101,7 @@ def alone(llm: LLM, rounds: int) -> Figures:
         timing.begin(phase, "plain")
     calls: dict[str, Callable[[], object]] = {
         "replays and rows by key": lambda: counted.count_replay(key, _SEQS),
-        "device time: the fence before every eighth step": lambda: timing.begin(phase, "plain"),
+        "device time: the fence before one step in eight": lambda: timing.begin(phase, "plain"),
         "device time: read and added": lambda: timing.add((phase, "replay", "plain"), next(measured), done),
         "steps and tokens": lambda: counts.count(updates),
         "whether stats are due": lambda: time.monotonic() >= STATS_SECONDS,

@@ -197,15 +197,15 @@ def test_costs_are_those_of_the_next_size() -> None:
     assert str(costs).startswith("4 tokens 1.10× at 1, 1.30× at 4")
 
 
-def whole(*counts: int) -> list[tuple[int, bool]]:
+def whole(*counts: int) -> Counter[tuple[int, bool]]:
     """Rounds that nothing cut off."""
-    return [(count, False) for count in counts]
+    return Counter((count, False) for count in counts)
 
 
 def test_places_that_a_round_could_not_reach_count_as_the_mean() -> None:
     found = Acceptance(3)
     found.note(4, whole(4, 1))
-    found.note(4, [(2, True)])
+    found.note(4, {(2, True): 1})
     assert found.tokens(4) == pytest.approx(1 + 0.75 + 0.5 + 0.5)
 
 
@@ -213,7 +213,7 @@ def test_acceptance_of_a_place_is_that_of_fresh_drafts() -> None:
     found = Acceptance(3)
     found.note(4, whole(3, 3, 1, 1))
     assert [found.tokens(width) for width in (1, 2, 3, 4)] == [1, 1.5, 2, 2]
-    found.note(1, [])
+    found.note(1, {})
     found.note(4, whole(1, 1))
     assert found.tokens(4) == 2, "after a plain step drafts are old"
     found.note(2, whole(2, 2))

@@ -79,3 +79,19 @@ def test_a_forward_of_its_own_that_changes_makes_calls_stale(
     assert isinstance(run.runner.last, RunEagerly)
     assert run.runner.last.reason is Reason.STALE
     assert "forward" in run.runner.last.detail
+
+
+def test_a_module_that_is_only_named_makes_nothing_stale() -> None:
+    first, second = nn.Linear(8, 8).eval(), nn.Linear(8, 8)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = first(x)
+        return found * 2 if isinstance(second, nn.Linear) and hasattr(second, "weight") else found
+
+    slots = [Slot("x", ("rows", 8), torch.float32)]
+    run = graphed(body, slots=slots, bucketed="rows", buckets=[4], device="cpu")
+    assert not run.capture(silent).failures
+    second.bias = nn.Parameter(torch.ones(8))
+    for _ in range(70):
+        run(x=torch.randn(3, 8))
+        assert isinstance(run.runner.last, Replay)

@@ -274,12 +274,17 @@ def test_a_count_in_an_array_is_refused() -> None:
     assert counts[0] == 0
 
 
-@pytest.mark.parametrize(("num_entries", "most_calls"), [(2, 1), (40, 64)])
-def test_large_containers_of_containers_are_looked_at_once_in_a_window(num_entries: int, most_calls: int) -> None:
-    table = [[float(index), "a"] for index in range(num_entries)]
+@pytest.mark.parametrize(
+    ("num_entries", "other", "most_calls"), [(2, None, 1), (40, None, 1), (2, object(), 1), (40, object(), 64)]
+)
+def test_large_containers_of_containers_are_looked_at_once_in_a_window(
+    num_entries: int, other: object, most_calls: int
+) -> None:
+    """Unless all that they hold is plain."""
+    table: list[Any] = [[float(index), "a", other] for index in range(num_entries)]
 
     def body(x: torch.Tensor) -> torch.Tensor:
-        return x * len(str(sorted(table)))
+        return x * len(str(list(map(str, table))))
 
     run = graphed(body, slots=SLOTS, bucketed="rows", buckets=[4], device="cpu")
     assert not run.capture(silent).failures

@@ -88,7 +88,9 @@ class SpeculationTally:
             by_row = "request" if sequence.constraint is None else "grammar"
             self._plain[by_row if not depth else "no_draft" if places else "cost"] += 1
             return
-        drafted, accepted = min(verified, acceptable(update, brought)), len(tokens) - 1
+        accepted = len(tokens) - 1
+        is_near_its_end = update[2] is not None or sequence.max_outputs - len(sequence.outputs) <= verified
+        drafted = min(verified, acceptable(update, brought)) if is_near_its_end else verified
         self._rounds[drafted, accepted] += 1
         sequence.num_drafted += drafted
         sequence.num_accepted += accepted

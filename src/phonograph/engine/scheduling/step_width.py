@@ -3,9 +3,9 @@ drafts don't pay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from statistics import fmean
 from typing import Protocol
 
 from phonograph.engine.requests.limits import Limits
@@ -81,12 +81,19 @@ class Acceptance:
         self._shares, self._seen = [0.0] * depth, [0] * depth
         self._before = depth + 1
 
-    def note(self, width: int, counts: list[Brought]) -> None:
-        """A step of this width, and what it brought rows; what is not known of a place counts as the mean."""
+    def note(self, width: int, counts: Mapping[Brought, int]) -> None:
+        """A step of this width, and how many rows it brought what; what is not known of a place counts as the mean."""
         drafted, self._before = min(width, self._before) - 1, width
-        for place in range(drafted if counts else 0):
+        num_rows = sum(counts.values())
+        for place in range(drafted if num_rows else 0):
             mean = self._shares[place]
-            share = fmean(1.0 if count > place + 1 else mean if is_cut_off else 0.0 for count, is_cut_off in counts)
+            share = (
+                sum(
+                    rows * (1.0 if count > place + 1 else mean if is_cut_off else 0.0)
+                    for (count, is_cut_off), rows in counts.items()
+                )
+                / num_rows
+            )
             self._seen[place] += 1
             self._shares[place] += max(_WEIGHT, 1 / self._seen[place]) * (share - self._shares[place])
 
@@ -175,16 +182,16 @@ class WherePaid:
             return
         width = step.tokens_per_row
         decoding = set(step.decodes) if width > 1 else set()
-        counts: list[Brought] = [
+        counts = Counter[Brought](
             (len(tokens), finish is not None)
             for sequence, tokens, finish in updates
-            if sequence in decoding and finish in (None, FinishReason.LENGTH)
-        ]
+            if (finish is None or finish is FinishReason.LENGTH) and sequence in decoding
+        )
         self._acceptance.note(width, counts)
         if counts and width <= self._width:
             mean = self._acceptance.tokens(width)
-            brought = fmean(max(count, mean) if is_cut_off else count for count, is_cut_off in counts)
-            gained = brought - self._costs.ratio(len(step.decodes), width)
+            brought = sum(rows * (max(one, mean) if is_cut_off else one) for (one, is_cut_off), rows in counts.items())
+            gained = brought / counts.total() - self._costs.ratio(len(step.decodes), width)
             self._lost = max(0.0, self._lost - gained)
             if self._lost > _STREAK:
                 self._acceptance.give_up()

@@ -73,6 +73,13 @@ class AllContents:
         """How much there is to compare."""
         return self._frozen()[1]
 
+    def plain_copy(self) -> Any:
+        """A copy that `==` can be asked about at every call, which is fast; None where it holds other objects."""
+        try:
+            return _plain_copy(self.holder, self.depth)
+        except TooLargeError:
+            return None
+
     @property
     def is_flat(self) -> bool:
         """Whether Python's own comparison tells a change: plain values alone, that are equal to no other kind."""
@@ -198,6 +205,17 @@ def _frozen(value: Any, depth: int, left: list[int]) -> Any:
     if isinstance(value, bytearray | array.array):
         return _frozen_bytes(value)
     return _frozen_record(value, depth, left) if is_record(value) else value
+
+
+def _plain_copy(value: Any, depth: int) -> Any:
+    if type(value) in (str, int, float, bool, bytes, type(None)):
+        return value
+    if depth == 0 or type(value) not in (list, tuple, dict, set):
+        raise TooLargeError
+    if isinstance(value, dict):
+        return {_plain_copy(key, 1): _plain_copy(one, depth - 1) for key, one in value.items()}
+    copies = [_plain_copy(one, depth - 1) for one in value]
+    return copies if type(value) is list else tuple(copies) if type(value) is tuple else set(copies)
 
 
 def _frozen_array(value: Any, depth: int, left: list[int]) -> Any:

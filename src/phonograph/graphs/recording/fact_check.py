@@ -90,7 +90,7 @@ class FactCheck:
         """How it checks, in words."""
         if not self._has_turns:
             how = "dict versions and generated code" if self.uses_versions else "generated code"
-            return f"{how} at every call; addresses and defaults within {WINDOW} calls"
+            return f"{how} at every call; addresses, defaults and large containers within {WINDOW} calls"
         return (
             f"generated code alone, since this Python or torch tells no dict versions: plain values at every call, "
             f"objects, addresses and defaults within {WINDOW} calls"
@@ -187,6 +187,10 @@ class FactCheck:
             code.terms.append(f"{code.name(check)}.holds" if isinstance(check, Unchanged) else f"{code.name(check)}()")
         for fact in looked_at:
             code.add(fact)
+        for source in (fact.source for fact in large if isinstance(fact.source, AllContents)):
+            copied = source.plain_copy()
+            if copied is not None:
+                code.terms.append(f"{code.name(source.holder)} == {code.name(copied)}")
         for turns in (list(_turns(rotating)), list(_layouts(rotating)), list(_spread(large))):
             if turns:
                 code.terms.append(f"{code.name(itertools.cycle(turns).__next__)}()()")

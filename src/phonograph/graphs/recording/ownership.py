@@ -24,6 +24,10 @@ _OPEN_LIBRARY = ("builtins", "collections", "types", "functools", "argparse", "_
 """Objects of these may be a user's values: dicts, lists, functions, namespaces."""
 
 
+ASK_ONLY = (id, isinstance, type, hasattr, getattr, setattr, len, repr, str, print, callable, bool)
+"""Functions that call none of their arguments."""
+
+
 @functools.lru_cache(maxsize=4096)
 def is_looked_into(file: str) -> bool:
     """Whether a source file may hold code of a body: not torch but its modules, the standard library, or ours."""

@@ -52,7 +52,7 @@ from phonograph.graphs.recording.frame_memory import memory_of
 from phonograph.graphs.recording.functions import Functions
 from phonograph.graphs.recording.library_objects import library_reads
 from phonograph.graphs.recording.lookup import Held, instance_dict, lookup
-from phonograph.graphs.recording.ownership import file_of, is_looked_into, is_of_library, is_ours
+from phonograph.graphs.recording.ownership import ASK_ONLY, file_of, is_looked_into, is_of_library, is_ours
 from phonograph.graphs.recording.places import PLAIN
 from phonograph.graphs.recording.tracing import Callbacks, traced
 from phonograph.graphs.recording.uses import computes, contents_of, items_in, uses_of
@@ -235,8 +235,10 @@ class Reads:
     def _note_call(self, read: Read, scene: Scene) -> None:
         callee, arguments = call_of(read, scene)
         values = [one.value for one in arguments]
-        for module in (one for one in (callee.function, *values) if isinstance(one, torch.nn.Module)):
-            self._meet(module, scene.frame)  # its `forward` may be a function that no frame tells of
+        passed = [] if any(callee.function is one for one in ASK_ONLY) else values
+        for module in (callee.function, *passed):
+            if isinstance(module, torch.nn.Module):
+                self._meet(module, scene.frame)  # its `forward` may be a function that no frame tells of
         self._note_called(callee.function, scene.frame)
         if any(callee.function is one for one in (isinstance, type)) and values and values[0] is not UNKNOWN:
             self._note_class(values[0], read, scene.frame)

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
+from phonograph.devices.launches import following_launches
 from phonograph.devices.op_trace import calling_frame, op_name
 from phonograph.devices.trace import tensors_in, watching_ops, written_tensors
 from phonograph.errors import Frame
@@ -80,7 +81,10 @@ class ValueTrace:
                 written = list(written_tensors(func, args, kwargs))
                 self._note(func, reads, list(tensors_in(result)), written)
 
-        with watching_ops(before, after):
+        def launched(name: str, grid: Any, arguments: Any) -> None:
+            self.is_cut_short = True  # what a kernel reads and writes no op tells: whoever is blamed may be innocent
+
+        with following_launches(launched), watching_ops(before, after):
             yield
 
     def values(self) -> dict[Place, torch.Tensor]:

@@ -26,6 +26,8 @@ from phonograph.graphs.phases.marks import traced_call
 from phonograph.graphs.recording.backends.base import BodyView, ViewBody
 from phonograph.graphs.recording.backends.trace_errors import as_capture_error
 
+_COMPUTED_IN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""From the finest on."""
 _MODES = {"_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"}
 """Functions that a traced graph has for `with torch.no_grad():` and the like; grad is off throughout."""
 
@@ -86,10 +88,11 @@ class TracedGraph:
 
     @cached_property
     def coarsest(self) -> torch.dtype | None:
-        """The floating dtype with the fewest bits that a value of it has; None where all are whole numbers."""
+        """The coarsest dtype that values are computed in, complex ones by their parts; None for whole numbers alone.
+        Smaller ones than of two bytes are stored, and computed with in another."""
         values = [value for node in self.nodes for value in tensors_in(node.meta.get("example_value"))]
-        found = {value.dtype for value in values if value.dtype.is_floating_point}
-        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+        found = {value.dtype.to_real() for value in values if value.is_floating_point() or value.is_complex()}
+        return max((one for one in found if one in _COMPUTED_IN), key=_COMPUTED_IN.index, default=None)
 
     def sizes(self, flat: Sequence[Any]) -> dict[Any, int]:
         """By symbol, its value in these arguments."""
@@ -150,8 +153,9 @@ class TracedGraph:
         """Note which symbol is the size of which dim."""
         for node, value in zip(self.placeholders, flat, strict=True):
             for sized in view.sizes:
-                if value is sized.tensor:
-                    self.dims.setdefault(str(_expr(node.meta["example_value"].shape[sized.axis])), sized.dim)
+                size = _expr(node.meta["example_value"].shape[sized.axis]) if value is sized.tensor else 0
+                if not isinstance(size, int):
+                    self.dims.setdefault(str(size), sized.dim)
 
     @cached_property
     def _terms(self) -> list[list[_Term]]:
