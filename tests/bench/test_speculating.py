@@ -65,7 +65,7 @@ def test_where_no_draft_is_ever_accepted_the_output_is_the_model_s() -> None:
 
 @pytest.mark.slow
 def test_the_script_measures_and_draws(tmp_path: Path) -> None:
-    setting = replace(TINY, batches=(1, 2), new_tokens=12, long_tokens=12, prompts=3, requests=3)
+    setting = replace(TINY, batches=(1, 2), curve=(1, 2), new_tokens=12, long_tokens=12, prompts=3, requests=3)
     path = measure(setting, ["rounds", "costs", "curve"], tmp_path, open_device("emulated"))
     found = json.loads(path.read_text())["figures"]
     assert [name for name, part in found.items() if "failed" in part] == []
@@ -79,7 +79,7 @@ def test_the_script_measures_and_draws(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_with_a_head_rounds_and_rates_have_all_drafters_and_the_curve_those_made_of_no_others(tmp_path: Path) -> None:
     write_random_head(tmp_path / "head", TINY.shape.config, TINY.draft_vocab, TINY.dtype)
-    setting = replace(TINY, batches=(1, 2), new_tokens=8, prompts=3, head=tmp_path / "head")
+    setting = replace(TINY, batches=(1, 2), curve=(1, 2), new_tokens=8, prompts=3, head=tmp_path / "head")
     path = measure(setting, ["rounds", "rates", "curve"], tmp_path, open_device("emulated"))
     found = json.loads(path.read_text())["figures"]
     assert list(found["rounds"]) == ["ngram", "eagle", "ngram+eagle"]
