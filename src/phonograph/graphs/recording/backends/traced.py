@@ -63,7 +63,7 @@ class TracedGraph:
 
     module: fx.GraphModule
     dims: dict[str, str] = field(default_factory=dict)
-    """By symbol, the dim whose size it is."""
+    """By symbol, or by number where the trace is for one size, the dim whose size it is."""
 
     @cached_property
     def nodes(self) -> list[fx.Node]:
@@ -153,9 +153,8 @@ class TracedGraph:
         """Note which symbol is the size of which dim."""
         for node, value in zip(self.placeholders, flat, strict=True):
             for sized in view.sizes:
-                size = _expr(node.meta["example_value"].shape[sized.axis]) if value is sized.tensor else 0
-                if not isinstance(size, int):
-                    self.dims.setdefault(str(size), sized.dim)
+                if value is sized.tensor:
+                    self.dims.setdefault(str(_expr(node.meta["example_value"].shape[sized.axis])), sized.dim)
 
     @cached_property
     def _terms(self) -> list[list[_Term]]:
@@ -188,7 +187,7 @@ class TracedGraph:
         is_relation = getattr(expression, "is_Relational", False)
         text = f"{expression.lhs} {expression.rel_op} {expression.rhs}" if is_relation else str(expression)
         for symbol, dim in sorted(self.dims.items(), key=lambda pair: -len(pair[0])):
-            text = text.replace(symbol, f"the number of {dim}")
+            text = text if symbol.isdigit() else text.replace(symbol, f"the number of {dim}")
         return text
 
 
