@@ -105,7 +105,7 @@ class PhaseStats(msgspec.Struct, frozen=True):
 
 
 class PassTimeStats(msgspec.Struct, frozen=True):
-    """Passes that were timed, and the device time of all of them."""
+    """Passes, and the device time of all of them, of which some were measured."""
 
     passes: int
     seconds: float
