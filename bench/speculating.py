@@ -83,6 +83,9 @@ class Benchmark:
         begun = time.perf_counter()
         with nullcontext() if engine.accepts == "right" else accepting(engine.accepts):
             llm = LLM(engine.model or setting.model, device=setting.device, options=EngineOptions(**usual))
+            # What runs eagerly later on, as tails of mixed steps do, accepts as recordings do.
+            kernels: Any = llm.executor.model.kernels
+            kernels.rounds = kernels.rounds
         print(f"opened in {time.perf_counter() - begun:.1f} s: {changes or 'plain'}", flush=True)
         return llm
 
@@ -105,18 +108,26 @@ class Benchmark:
         return [Prompt("random", tuple(numbers.randrange(10, vocab) for _ in range(one))) for one in lengths]
 
     def rate(self, llm: LLM, num_seqs: int, new_tokens: int) -> float:
-        """Tokens a second of so many sequences that decode together, prompts left out; the median of some runs."""
+        """Tokens a second of so many sequences that decode together, prompts left out; the median of some runs.
+
+        Sequences with more luck go on, so that the batch is whole until so many tokens have come for each on average:
+        as with requests that take the places of those that end. What waits for the last one would tell of it alone.
+        """
         prompts: list[Ids] = [list(prompt.tokens) for prompt in self.prompts(llm, num_seqs)]
         return statistics.median(self._rate(llm, prompts, new_tokens) for _ in range(self.setting.repeats))
 
     def _rate(self, llm: LLM, prompts: Sequence[Ids], new_tokens: int) -> float:
         driver = _driver(llm)
-        sequences = driver.seat(prompts, new_tokens)
+        most = min(llm.limits.max_len - max(map(len, prompts)), new_tokens * (self.setting.depth + 1))
+        sequences = driver.seat(prompts, most)
         llm.device.synchronize()
-        before, begun = sum(len(one.outputs) for one in sequences), time.perf_counter()
-        driver.drain()
+        count, ended, begun = 0, False, time.perf_counter()
+        while count < new_tokens * len(prompts) and not ended:
+            for _, tokens, finish in driver.step():
+                count, ended = count + len(tokens), ended or finish is not None
         seconds = time.perf_counter() - begun
-        return (sum(len(one.outputs) for one in sequences) - before) / seconds
+        driver.drain(sequences)
+        return count / seconds
 
     # -- the parts ------------------------------------------------------------------------------------------------
 
@@ -173,17 +184,20 @@ class Benchmark:
         """Up and down again, in one engine each: the largest loss against plain decoding, and between the two ways."""
         sizes = [*self.setting.curve, *self.setting.curve[-2::-1]]
 
-        def work(llm: LLM) -> list[float]:
-            found = []
+        def work(llm: LLM) -> tuple[list[float], list[float]]:
+            found, shares = list[float](), list[float]()
             for count in sizes:
                 prompts: list[Ids] = [list(prompt.tokens) for prompt in self.prompts(llm, count)]
+                before = _steps(llm)
                 found.append(round(self._rate(llm, prompts, self.setting.new_tokens // 2), 1))
-            return found
+                shares.append(_share_of_rounds(before, _steps(llm)))
+            return found, shares
 
-        both, singles = {"plain": (yield Engine(), work)}, self.setting.single_drafters
+        plain, _ = yield Engine(), work
+        both, shares, singles = {"plain": plain}, dict[str, list[float]](), self.setting.single_drafters
         for name, changes in singles.items():
-            both[name] = yield Engine.of(**changes, speculate_when="pays"), work
-        found: Figures = {"batches": sizes, "tokens_per_s": both}
+            both[name], shares[name] = yield Engine.of(**changes, speculate_when="pays"), work
+        found: Figures = {"batches": sizes, "tokens_per_s": both, "share_of_steps_that_were_rounds": shares}
         for name in singles:
             times = [rate / plain for rate, plain in zip(both[name], both["plain"], strict=True)]
             ways = zip(both[name], both[name][::-1], strict=True)
@@ -282,7 +296,7 @@ class Benchmark:
             capacity = most / self.setting.new_tokens
             return {f"{share:.2f} of capacity": self._poisson(llm, capacity * share) for share in (1 / 3, 2 / 3)}
 
-        found: Figures = {}
+        found: Figures = {"plain": (yield Engine(), work)}
         for name, changes in self.setting.single_drafters.items():
             found[name] = yield Engine.of(**changes, speculate_when="pays"), work
         return found
@@ -292,24 +306,39 @@ class Benchmark:
         for prompt in self.prompts(llm, self.setting.requests):
             jobs.append(Job(due, list(prompt.tokens), self.setting.new_tokens))
             due += numbers.expovariate(per_second)
-        runner, counts = llm.executor.runners[TARGET_VERIFY.name], _counts(llm)
-        eager = runner.stats.eager.total()
+        runners, steps = llm.executor.runners.values(), _steps(llm)
+        counts = None if llm.core.speculation is None else _counts(llm)
+        eager = sum(runner.stats.eager.total() for runner in runners)
         streams = _driver(llm).serve(jobs)
-        after, gaps = _counts(llm), [gap for stream in streams for gap in stream.gaps]
-        steps = {kind: count - counts.steps.get(kind, 0) for kind, count in after.steps.items()}
-        return {
+        gaps = [gap for stream in streams for gap in stream.gaps]
+        found: Figures = {
             "requests_per_s": round(per_second, 2),
-            "share_of_steps_that_were_rounds": round(steps["round"] / max(1, sum(steps.values())), 4),
-            "tokens_a_round": round((after.tokens - counts.tokens) / max(1, after.rounds - counts.rounds), 3),
             "median_time_to_first_token_s": round(statistics.median(stream.first for stream in streams), 4),
             "mean_time_of_a_token_s": round(statistics.fmean(gaps), 6) if gaps else None,
-            "eager_steps": runner.stats.eager.total() - eager,
+            "eager_steps": sum(runner.stats.eager.total() for runner in runners) - eager,
+        }
+        if counts is None:
+            return found
+        after = _counts(llm)
+        return found | {
+            "share_of_steps_that_were_rounds": _share_of_rounds(steps, _steps(llm)),
+            "tokens_a_round": round((after.tokens - counts.tokens) / max(1, after.rounds - counts.rounds), 3),
         }
 
 
 def _counts(llm: LLM) -> Any:
     assert llm.core.speculation is not None
     return llm.core.speculation.counts
+
+
+def _steps(llm: LLM) -> dict[str, int]:
+    """How many there were of each kind; none where nothing is drafted."""
+    return {} if llm.core.speculation is None else dict(_counts(llm).steps)
+
+
+def _share_of_rounds(before: dict[str, int], after: dict[str, int]) -> float:
+    grown = {kind: count - before.get(kind, 0) for kind, count in after.items()}
+    return round(grown.get("round", 0) / max(1, sum(grown.values())), 4)
 
 
 def _driver(llm: LLM) -> EngineDriver:
