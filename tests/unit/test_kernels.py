@@ -56,6 +56,24 @@ def test_add_norm(size: tuple[int, int], with_delta: bool) -> None:
     assert total is x, "the residual stream needs no second place"
 
 
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("size", [(1, 64), (5, 576), (0, 64)], ids=str)
+def test_norms_side_by_side(size: tuple[int, int], count: int) -> None:
+    """Of rows that lie apart, at scales that differ by far, with weights and eps of their own."""
+    parts = [random(size[0], 2, size[1])[:, 1] * 1000.0 ** (number - 1) for number in range(count)]
+    norms = [Norm(random(size[1]), 10.0**-number) for number in range(4, 4 + count)]
+    found = TRITON.joined_norms(parts, norms)
+    near(found, REFERENCE.joined_norms(parts, norms))
+    assert found.shape == (size[0], count * size[1])
+
+
+def test_norms_side_by_side_are_in_the_dtype_of_the_weights() -> None:
+    parts, norm = [random(2, 32), random(2, 32)], Norm(random(32).bfloat16(), 1e-5)
+    found, wanted = (kernels.joined_norms(parts, [norm, norm]) for kernels in (TRITON, REFERENCE))
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted)
+
+
 def test_add_norm_takes_strided_rows() -> None:
     x, delta, norm = random(3, 2, 96)[:, 1], random(3, 200)[:, 4:100], Norm(random(96), 1e-6)
     for found, wanted in zip(TRITON.add_norm(x, delta, norm), REFERENCE.add_norm(x, delta, norm), strict=True):

@@ -18,7 +18,7 @@ from phonograph.engine.models.draft_head import DraftConfig, DraftHead, DraftWei
 from phonograph.engine.models.draft_layers import DraftLayers
 from phonograph.engine.models.rope import rope_table
 from phonograph.engine.ops.attention.apart import ApartAttention
-from phonograph.engine.ops.kernels import Heads
+from phonograph.engine.ops.kernels import Heads, Norm
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.errors import CheckpointError, PlanError
 
@@ -72,6 +72,9 @@ class DraftCheckpoint:
             norm=tensors.norm("norm"),
             head=target.kernels.prepare(Matrix(head.contiguous())),
             ids=ids,
+            feature_norm=Norm(torch.ones_like(like[0]), self.config.layer.rms_eps)
+            if self.config.norms_features
+            else None,
         )
         layers = tuple(
             layer_of(tensors, self.config.layer, own, "input_layernorm" if index else "hidden_norm")

@@ -60,11 +60,8 @@ class MtpModules:
         """
         kernels, own, layer = self.layers.kernels, self.modules[index], self.layers.weights[index]
         embedded = functional.embedding(tokens, self.embedding).to(hidden.dtype)
-        parts = [
-            kernels.add_norm(part, None, norm)[0]
-            for part, norm in ((embedded, own.token_norm), (hidden, own.hidden_norm))
-        ]
-        x = linear(kernels, torch.cat(parts, dim=-1), own.fuse)
+        joined = kernels.joined_norms((embedded, hidden), (own.token_norm, own.hidden_norm))
+        x = linear(kernels, joined, own.fuse)
         qkv, x = norm_linear(kernels, x, None, layer.input_norm, layer.qkv)
         if is_known is not None:
             qkv = torch.where(is_known[:, None], qkv, 0.0)

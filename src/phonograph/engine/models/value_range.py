@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -133,6 +134,9 @@ class _Watched:
 
     def linear(self, x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._noted(projections.linear(self.inner, x, matrix, dtype))
+
+    def joined_norms(self, parts: Sequence[torch.Tensor], norms: Sequence[Norm]) -> torch.Tensor:
+        return self._noted(self.inner.joined_norms(parts, norms))
 
     def silu_mul(self, both: torch.Tensor) -> torch.Tensor:
         return self._noted(self.inner.silu_mul(both))

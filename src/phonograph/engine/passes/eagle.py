@@ -38,14 +38,13 @@ class EagleDrafter:
         chosen = torch.arange(rows.shape[0], device=rows.device) * width + lasts
         q, hidden = q[chosen], hidden[chosen]
         queries = Queries(rows, accepted.starts + lasts, accepted.table, tokens_per_row=1)
-        drafted = list[torch.Tensor]()
-        while True:
-            hidden = head.step(q, hidden, queries, self._cache)
-            drafted.append(head.likeliest(hidden))
-            if len(drafted) == depth:
-                return torch.stack(drafted, dim=1)
+        hidden, token = head.first(q, hidden, queries, self._cache)
+        drafted = [token]
+        for _ in range(depth - 1):
             queries = replace(queries, positions=queries.positions + 1)
-            q, hidden = head.store(drafted[-1], hidden, queries, self._cache)
+            hidden, token = head.next(token, hidden, queries, self._cache)
+            drafted.append(token)
+        return torch.stack(drafted, dim=1)
 
     def keep_up(self, accepted: Accepted) -> None:
         self._extended(accepted)

@@ -59,7 +59,7 @@ class MtpDrafter:
                 is_known = torch.where(begins, before.any(-1), was_known)
             q, x = self._modules.store(index, tokens, hidden, step, is_known)
             if index + 1 < self._count:
-                hidden = step.attend(index, q, x)
+                hidden = torch.add(*step.attend(index, q, x))
                 left.append((hidden, is_known))
         if not left:
             return
@@ -80,7 +80,7 @@ class MtpDrafter:
         queries = replace(queries, positions=queries.positions + last)
         while True:
             step = self._modules.layers.at(queries, self._cache)
-            hidden = step.attend(last, q, x)
+            hidden = torch.add(*step.attend(last, q, x))
             drafted.append(self._modules.likeliest(last, hidden))
             if len(drafted) == depth:
                 return torch.stack(drafted, dim=1)
@@ -119,7 +119,7 @@ class MtpDrafter:
             q, x = modules.store(index, said[:, :places].flatten(), hidden.flatten(0, 1), step, known)
             if index + 1 == count:
                 break
-            hidden = step.attend(index, q, x).view(num_rows, places, -1)
+            hidden = torch.add(*step.attend(index, q, x)).view(num_rows, places, -1)
             left.append(torch.where(is_known[here, lasts][:, None], hidden[here, lasts], 0.0))
             if drafts:
                 drafted.append(modules.likeliest(index, hidden[here, lasts + index]))

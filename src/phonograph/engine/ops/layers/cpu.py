@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -104,6 +105,9 @@ class CpuKernels:
             *(added.data_ptr(), out.data_ptr(), torch.get_num_threads()),
         )
         return out, added
+
+    def joined_norms(self, parts: Sequence[torch.Tensor], norms: Sequence[Norm]) -> torch.Tensor:
+        return torch.cat([self.add_norm(part, None, norm)[0] for part, norm in zip(parts, norms, strict=True)], dim=-1)
 
     def norm_linear(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix

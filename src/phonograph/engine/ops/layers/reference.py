@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -60,6 +62,9 @@ class ReferenceKernels:
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         x = x if delta is None else x + delta
         return _normed(x, norm), x
+
+    def joined_norms(self, parts: Sequence[torch.Tensor], norms: Sequence[Norm]) -> torch.Tensor:
+        return torch.cat([_normed(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=-1)
 
     def norm_linear(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from phonograph.engine.cache.groups import PagedCache
@@ -65,6 +67,9 @@ class TritonKernels:
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         return rows.add_norm(x, delta, norm, overlap=self._overlap)
+
+    def joined_norms(self, parts: Sequence[torch.Tensor], norms: Sequence[Norm]) -> torch.Tensor:
+        return rows.joined_norms(parts, norms, overlap=self._overlap)
 
     def norm_linear(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix

@@ -1,8 +1,11 @@
-"""Row-wise kernels: residual addition with the norm, and silu(gate) · up. Both read and write memory once."""
+"""Row-wise kernels: residual addition with the norm, norms side by side, silu(gate) · up; memory is passed once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import triton
 import triton.language as tl
 
 from phonograph.engine.ops.kernels import Norm
@@ -40,6 +43,36 @@ def _add_norm(
     tl.store(normed_ptr + row * width + column, normed.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
+@kernel(unspecialised=["first_row", "second_row", "third_row"])
+def _joined_norms(
+    first_ptr, second_ptr, third_ptr, first_weight_ptr, second_weight_ptr, third_weight_ptr, joined_ptr,
+    first_row, second_row, third_row, first_eps, second_eps, third_eps,
+    width: tl.constexpr, columns: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """One row of one input per program."""
+    row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    column = tl.arange(0, columns)
+    inside = column < width
+    begin(overlap)
+    wait_for_inputs(overlap)
+    if part == 0:
+        normed = _normed(first_ptr + row * first_row, first_weight_ptr, first_eps, column, inside, width)
+    elif part == 1:
+        normed = _normed(second_ptr + row * second_row, second_weight_ptr, second_eps, column, inside, width)
+    else:
+        normed = _normed(third_ptr + row * third_row, third_weight_ptr, third_eps, column, inside, width)
+    place = (row * count + part) * width + column
+    tl.store(joined_ptr + place, normed.to(joined_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normed(x_ptr, weight_ptr, eps, column, inside, width: tl.constexpr):
+    """In float32."""
+    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
+
+
 @kernel()
 def _silu_mul(
     mixed_ptr, out_ptr, mixed_row, width: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr,
@@ -61,15 +94,10 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + delta), x + delta) of rows; the sum takes the place of x where that is contiguous."""
     num_rows, width = x.shape
-    if width > WIDEST_ROW:
-        raise DeviceError(
-            f"norm of rows of {width} elements: a row has to fit into registers, at most {WIDEST_ROW}. "
-            "Use kernels='reference' for this model."
-        )
+    columns = next_power_of_two(_held(width))
     normed = torch.empty((num_rows, width), dtype=norm.weight.dtype, device=x.device)
     total = x if delta is None or x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_rows:
-        columns = next_power_of_two(width)
         _add_norm[(num_rows,)](
             x, x if delta is None else delta, norm.weight, normed, total,
             x.stride(0), x.stride(0) if delta is None else delta.stride(0), norm.eps,
@@ -77,6 +105,33 @@ def add_norm(
             num_warps=min(16, max(1, columns // 512)), **dependent(overlap),
         )  # fmt: skip
     return normed, total
+
+
+def joined_norms(parts: Sequence[torch.Tensor], norms: Sequence[Norm], *, overlap: Overlap = "none") -> torch.Tensor:
+    """Two or three inputs of one width, each normed, side by side."""
+    num_rows, width = parts[0].shape
+    joined = torch.empty((num_rows, len(parts) * width), dtype=norms[0].weight.dtype, device=parts[0].device)
+    if num_rows:
+        # A third that is not there has no programs.
+        three, their = (*parts, parts[-1])[:3], (*norms, norms[-1])[:3]
+        columns = next_power_of_two(_held(width))
+        _joined_norms[(num_rows, len(parts))](
+            *three, *(norm.weight for norm in their), joined,
+            *(part.stride(0) for part in three), *(norm.eps for norm in their),
+            width=width, columns=columns, overlap=code(overlap),
+            num_warps=min(16, max(1, columns // 512)), **dependent(overlap),
+        )  # fmt: skip
+    return joined
+
+
+def _held(width: int) -> int:
+    """The width of rows that a program can hold."""
+    if width > WIDEST_ROW:
+        raise DeviceError(
+            f"norm of rows of {width} elements: a row has to fit into registers, at most {WIDEST_ROW}. "
+            "Use kernels='reference' for this model."
+        )
+    return width
 
 
 def silu_mul(mixed: torch.Tensor, *, overlap: Overlap = "none") -> torch.Tensor:
