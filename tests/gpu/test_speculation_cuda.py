@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,33 @@ def test_the_recordings_are_right_narrow_rounds_included() -> None:
     assert report.ok, str(report)
     assert "drafts=half" in {key.axes for key in llm.executor.runners[TARGET_VERIFY.name].captured}
     assert llm.generate(PROMPTS, GREEDY)[0].tokens
+
+
+def drafts_by_text(llm: LLM, prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
+    """What the head drafted after each step, by all tokens of the sequence."""
+    core, found = llm.core, dict[tuple[int, ...], list[int]]()
+    for number, prompt in enumerate(prompts):
+        core.add(Request(f"{number}", prompt, GREEDY))
+    while not core.is_idle:
+        for sequence, tokens, finish in core.step():
+            if tokens and finish is None and len(sequence.outputs) + DEPTH < GREEDY.max_tokens:
+                drafts = core.executor.tables["draft"].view(-1, DEPTH)[sequence.row]
+                found[tuple(sequence.known())] = drafts.tolist()
+    return found
+
+
+def test_what_a_head_drafts_does_not_depend_on_the_rows_beside(tmp_path: Path) -> None:
+    """No output tells of a head that reads the wrong rows; tokens a round do."""
+    write_random_head(tmp_path, TARGET, 100, torch.float32)
+    llm = engine(speculate="eagle", draft=tmp_path, dtype=torch.float32, max_ahead=0)
+    alone = dict[tuple[int, ...], list[int]]()
+    for prompt in PROMPTS:
+        alone |= drafts_by_text(llm, [prompt])
+    together = drafts_by_text(llm, PROMPTS)
+    compared = [text for text in together if text in alone]
+    same = sum(together[text] == alone[text] for text in compared)
+    assert len(compared) > 100
+    assert same >= len(compared) - 2, "but for a tie"
 
 
 def test_layers_of_a_head_are_part_of_every_page(tmp_path: Path) -> None:

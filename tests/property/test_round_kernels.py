@@ -231,6 +231,7 @@ def test_drafts_stay_as_long_as_they_are_right(data: st.DataObject, width: int, 
             wanted = staying(drafted[place], picked[place], depth[row], limit[row] - starts[place]) if row else 0
             says = picked[place][:wanted]
             assert int(found.counts[place]) == wanted, kernels
+            assert (int(found.rows[place]), int(found.starts[place])) == (row, starts[place])
             assert found.block[place].tolist() == says + [NO_TOKEN] * (width - wanted)
             assert found.tokens[place].tolist() == [max(0, one) for one in picked[place]]
             if row:
@@ -238,6 +239,27 @@ def test_drafts_stay_as_long_as_they_are_right(data: st.DataObject, width: int, 
             else:
                 assert (last_token[place + 1], length[place + 1]) == (7, 7), "a row that is not in the step"
         assert (last_token[0], length[0]) == (0, 0)
+        assert all(part.is_contiguous() for part in (found.rows, found.starts, found.counts, found.block, found.tokens))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 33])
+def test_plain_steps_are_accepted_by_row(num_rows: int) -> None:
+    """Positions are in the table of lengths, which is written."""
+    rows = [0 if number % 5 == 4 else num_rows - number for number in range(num_rows)]
+    table = torch.zeros((num_rows + 1, 4), dtype=torch.int32, device=DEVICE)
+    picked, bounds = numbers([[9]] * num_rows), (numbers([0] * (num_rows + 1)), numbers([0, *range(11, num_rows + 11)]))
+    for kernels in KERNELS:
+        last_token, length = numbers([0] + [7] * num_rows), torch.arange(num_rows + 1, device=DEVICE) * 2
+        before = length.tolist()
+        queries = Queries(numbers(rows), length, table, tokens_per_row=1, by_row=True)
+        found = kernels.accept(queries, last_token, picked, bounds, last_token, length)
+        assert found.rows.tolist() == rows
+        assert found.starts.tolist() == [before[row] for row in rows]
+        stays = [int(row > 0 and before[row] < row + 10) for row in rows]
+        assert found.counts.tolist() == stays
+        grown = {row: count for row, count in zip(rows, stays, strict=True) if row}
+        assert length.tolist() == [old + grown.get(row, 0) for row, old in enumerate(before)]
+        assert last_token.tolist() == [0] + [9 if grown.get(row) else 7 for row in range(1, num_rows + 1)]
 
 
 @pytest.mark.parametrize("num_rows", [31, 32, 33, 64, 65])

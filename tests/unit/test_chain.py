@@ -130,7 +130,7 @@ def draft_pass(parts: PassParts, declared: PassDeclaration) -> Pass:
     batches, rounds = DecodeBatches(parts.limits), OracleRounds(parts)
 
     def body(batch: DecodeBatch) -> torch.Tensor:
-        rows = batch.rows[:, None].expand(-1, WIDTH).reshape(-1)
+        rows = batch.rows.repeat_interleave(WIDTH)
         return rounds.tokens(rows, torch.arange(WIDTH).repeat(batch.rows.shape[0]))
 
     return Pass(
@@ -152,7 +152,7 @@ def verify_pass(parts: PassParts, declared: PassDeclaration) -> Pass:
     rounds, tables, model = OracleRounds(parts), parts.tables, parts.model
 
     def body(batch: DecodeBatch, tokens: torch.Tensor) -> Picked:
-        rows = batch.rows[:, None].expand(-1, WIDTH).reshape(-1)
+        rows = batch.rows.repeat_interleave(WIDTH)
         positions = tables.length[rows] + torch.arange(WIDTH).repeat(batch.rows.shape[0])
         queries = Queries(rows, positions, tables.pages[:, : batch.width], tokens_per_row=WIDTH)
         logits = model.logits(model.hidden(tokens, queries, parts.cache).states)

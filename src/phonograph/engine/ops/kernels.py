@@ -7,6 +7,7 @@ what is projected or normed from it is in the dtype of the weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -129,6 +130,7 @@ class RoundKernels(Protocol):
         its limit: `bounds`, which are tables with an entry for every row. Rows of which none stays, and the null row,
         are left as they were. A problem in place of a token is noted as token 0. Where there is a table `drafts` ([all
         rows, tokens_per_row - 1]), places for which it has nothing, a number below 0, are told apart by `NO_DRAFT`.
+        By row, as for `write_next_token`, `length` is the table that the queries' positions are in.
         """
         ...
 
@@ -156,7 +158,10 @@ class RoundTokens:
 
 @dataclass(frozen=True)
 class AcceptedTokens:
-    """What stays of rounds."""
+    """What stays of rounds; all of these are contiguous."""
+
+    rows: torch.Tensor  # [num_rows]
+    starts: torch.Tensor  # [num_rows]: the length of each row before its round
 
     counts: torch.Tensor  # [num_rows]; 0 for padding
     block: torch.Tensor  # [num_rows, tokens_per_row]: what was picked, NO_TOKEN or NO_DRAFT after the last that stays
@@ -237,6 +242,10 @@ class Kernels(Protocol):
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + delta), x + delta); nothing is added where delta is None. The sum may be x itself, changed."""
+        ...
+
+    def joined_norms(self, parts: Sequence[torch.Tensor], norms: Sequence[Norm]) -> torch.Tensor:
+        """Two or three inputs of one width, each normed, side by side: [num_tokens, len(parts) * width]."""
         ...
 
     def norm_linear(

@@ -49,6 +49,10 @@ class Queries:
         if self.by_row and self.tokens_per_row != 1:
             found = f"found {self.tokens_per_row} tokens a row, expected 1"
             raise ValueError(f"queries by row: {found}, since a table has one position for each row.")
+        for name, places in (("rows", self.rows), ("positions", self.positions)):
+            if not places.is_contiguous():
+                found = f"{name} lie {places.stride(-1)} numbers apart"
+                raise ValueError(f"queries of {len(self.rows)} tokens: {found}, and kernels take them one by one.")
 
     @property
     def token_positions(self) -> torch.Tensor:

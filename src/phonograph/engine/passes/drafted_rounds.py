@@ -100,11 +100,11 @@ class DraftedRounds:
         """Pick what follows each token, find how many of each row stay, and note these in the tables."""
         width = queries.tokens_per_row
         assert width is not None
-        tables, places = self._parts.tables, (queries.rows, queries.token_positions, queries.table)
+        tables, places = self._parts.tables, (queries.rows, queries.positions, queries.table)
         asked = (needs.level.value, needs.logprobs, needs.constrained, needs.masked)
         run = self._opaque_verify if current().stage is Stage.COMPILING else self._verify
         block, rows, starts, said, counts, *logprobs = run(
-            logits, tokens, places, width, asked, tables.last_token, tables.length
+            logits, tokens, places, width, asked, queries.by_row, tables.last_token, tables.length
         )
         if width == 1:
             # Of a row that is past its end nobody takes the token.
@@ -119,13 +119,14 @@ class DraftedRounds:
         places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         width: int,
         asked: tuple[int, bool, bool, bool],
+        by_row: bool,
         last_token: torch.Tensor,
         length: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """As one call that no compiler looks into. The tables are the ones that it has; as arguments, they say what is
         written."""
         level, *others = asked
-        queries, needs = Queries(*places, tokens_per_row=width), SamplingNeeds(Sampling(level), *others)
+        queries, needs = Queries(*places, width, by_row=by_row), SamplingNeeds(Sampling(level), *others)
         tables = self._parts.tables
         is_penalised = needs.level is Sampling.PENALISED
         said = _said(tokens.view(-1, width)[:, 1:]) if is_penalised and width > 1 else None
@@ -134,12 +135,11 @@ class DraftedRounds:
         # Last, once everything that may fail is done: a step that raised is run again on the state that it found.
         kernels = self._parts.model.kernels.rounds
         taken = kernels.accept(queries, tokens, block, bounds, last_token, length, self._drafts_of(width))
-        rows, starts = (part.view(-1, width)[:, 0] for part in (queries.rows, queries.positions))
         if is_penalised:
             for place, token in enumerate(block.unbind(1)):
-                count_tokens(tables["counts"], rows * (place < taken.counts), token)
+                count_tokens(tables["counts"], taken.rows * (place < taken.counts), token)
         told = taken.block if width > 1 else block
-        found, likely = (told, rows, starts, taken.tokens, taken.counts), picked.logprobs
+        found, likely = (told, taken.rows, taken.starts, taken.tokens, taken.counts), picked.logprobs
         if likely is None:
             return found
         parts = (likely.token_logprob, likely.top_ids, likely.top_logprobs)

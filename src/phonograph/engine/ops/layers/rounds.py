@@ -21,7 +21,7 @@ class ReferenceRounds:
     ) -> RoundTokens:
         width = drafts.shape[1] + 1
         offsets = torch.arange(width, device=rows.device).repeat(rows.shape[0])
-        flat = rows[:, None].expand(-1, width).reshape(-1)
+        flat = rows.repeat_interleave(width)
         return RoundTokens(flat, length[flat] + offsets, tokens_at(flat, offsets, drafts, last_token, vocab))
 
     def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
@@ -40,7 +40,7 @@ class ReferenceRounds:
     ) -> AcceptedTokens:
         width = picked.shape[1]
         depth, limit = bounds
-        rows, starts = (part.view(-1, width)[:, 0] for part in (queries.rows, queries.token_positions))
+        rows, starts = (part.view(-1, width)[:, 0].contiguous() for part in (queries.rows, queries.token_positions))
         real, right = rows > 0, torch.ones_like(rows)
         if width > 1:
             right = right + (picked[:, :-1] == tokens.view(-1, width)[:, 1:]).long().cumprod(1).sum(1)
@@ -54,7 +54,7 @@ class ReferenceRounds:
         if drafts is not None and width > 1:
             nothing = (drafts[rows] < 0) & (block[:, 1:] == NO_TOKEN) & real[:, None]
             block[:, 1:].masked_fill_(nothing, NO_DRAFT)
-        return AcceptedTokens(counts, block, said)
+        return AcceptedTokens(rows, starts, counts, block, said)
 
     def keep(self, history: torch.Tensor, new: NewTokens) -> None:
         offsets = torch.arange(new.tokens.shape[1], device=history.device)

@@ -54,8 +54,8 @@ def _keep_drafts(
 @kernel(unspecialised=["num_rows"])
 def _accept(
     rows_ptr, positions_ptr, tokens_ptr, picked_ptr, depth_ptr, limit_ptr, drafts_ptr, last_token_ptr, length_ptr,
-    counts_ptr, block_ptr, said_ptr, num_rows, drafts_row,
-    none: tl.constexpr, no_draft: tl.constexpr, has_drafts: tl.constexpr,
+    out_rows_ptr, starts_ptr, counts_ptr, block_ptr, said_ptr, num_rows, drafts_row,
+    none: tl.constexpr, no_draft: tl.constexpr, has_drafts: tl.constexpr, by_row: tl.constexpr,
     width: tl.constexpr, columns: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Some rows, each with all places of its round."""
@@ -63,7 +63,7 @@ def _accept(
     place = tl.arange(0, columns)[None, :]
     row = tl.load(rows_ptr + number * width, mask=number < num_rows, other=0)
     real = row > 0
-    start = tl.load(positions_ptr + number * width, mask=real, other=0)
+    start = tl.load(positions_ptr + (row if by_row else number * width), mask=real, other=0)
     at = number[:, None] * width + place
     inside = (number < num_rows)[:, None] & (place < width)
     picked = tl.load(picked_ptr + at, mask=inside, other=0)
@@ -78,6 +78,8 @@ def _accept(
     last = tl.sum(tl.where(place == count[:, None] - 1, said, 0), 1)
     tl.store(last_token_ptr + row, last, mask=real & (count > 0))
     tl.store(length_ptr + row, start + count, mask=real)
+    tl.store(out_rows_ptr + number, row, mask=number < num_rows)
+    tl.store(starts_ptr + number, start, mask=number < num_rows)
     tl.store(counts_ptr + number, count, mask=number < num_rows)
     rest = tl.full((block, columns), none, picked_ptr.dtype.element_ty)
     if has_drafts:
@@ -164,13 +166,15 @@ class TritonRounds:
     ) -> AcceptedTokens:
         picked = picked.contiguous()
         (num_rows, width), (depth, limit) = picked.shape, bounds
-        found = AcceptedTokens(picked.new_empty(num_rows), torch.empty_like(picked), torch.empty_like(picked))
+        whole, each = (num_rows, width), (num_rows,)
+        found = AcceptedTokens(*(picked.new_empty(shape) for shape in (each, each, each, whole, whole)))
         if num_rows:
             _accept[(ceil_div(num_rows, _ROWS),)](
-                queries.rows.contiguous(), queries.token_positions.contiguous(), tokens.contiguous(), picked,
+                queries.rows, queries.positions, tokens.contiguous(), picked,
                 depth, limit, depth if drafts is None else drafts, last_token, length,
-                found.counts, found.block, found.tokens, num_rows, 0 if drafts is None else drafts.stride(0),
-                none=NO_TOKEN, no_draft=NO_DRAFT, has_drafts=drafts is not None and width > 1,
+                found.rows, found.starts, found.counts, found.block, found.tokens,
+                num_rows, 0 if drafts is None else drafts.stride(0),
+                none=NO_TOKEN, no_draft=NO_DRAFT, has_drafts=drafts is not None and width > 1, by_row=queries.by_row,
                 width=width, columns=next_power_of_two(width), block=_ROWS, num_warps=1,
             )  # fmt: skip
         return found
