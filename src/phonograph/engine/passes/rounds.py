@@ -46,10 +46,12 @@ class PickedPlaces:
         width: int,
         tokens_per_row: int,
     ) -> PickedPlaces:
-        """Rounds, then from `first` on rows that have one place each."""
+        """Rounds, then from `first` on rows that have one place each; `rows` is an array."""
         rounds, ends = np.arange(0, first, tokens_per_row), np.arange(first, tokens.shape[0])
         firsts, lasts = np.concatenate([rounds, ends]), np.concatenate([rounds + tokens_per_row - 1, ends])
-        return cls(rows, firsts, lasts, tokens, positions, features, width, tokens_per_row)
+        # On the host, and yet tensors: a check in service compares what a pass hands on.
+        known = (torch.from_numpy(one) for one in (rows, firsts, lasts))
+        return cls(*known, tokens, positions, features, width, tokens_per_row)
 
 
 class Rounds(Protocol):
