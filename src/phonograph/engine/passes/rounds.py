@@ -50,8 +50,8 @@ class PickedPlaces:
         rounds, ends = np.arange(0, first, tokens_per_row), np.arange(first, tokens.shape[0])
         firsts, lasts = np.concatenate([rounds, ends]), np.concatenate([rounds + tokens_per_row - 1, ends])
         # On the host, and yet tensors: a check in service compares what a pass hands on.
-        known = (torch.from_numpy(one) for one in (rows, firsts, lasts))
-        return cls(*known, tokens, positions, features, width, tokens_per_row)
+        known = [torch.from_numpy(one) for one in (rows, firsts, lasts)]
+        return cls(known[0], known[1], known[2], tokens, positions, features, width, tokens_per_row)
 
 
 class Rounds(Protocol):
