@@ -20,7 +20,7 @@ from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.base import PassParts
 from phonograph.engine.passes.drafting import Accepted, Drafting
-from phonograph.engine.passes.registry import TARGET_VERIFY, kept_by, step_passes_for
+from phonograph.engine.passes.registry import DRAFT, PREFILL, TARGET_VERIFY, kept_by, step_passes_for
 from phonograph.engine.passes.target_verify import speculating_passes
 from phonograph.engine.requests.request import Request
 from phonograph.engine.scheduling.scheduler import Scheduler
@@ -66,6 +66,28 @@ def test_a_steady_round_is_one_launch_and_no_copy(tmp_path: Path) -> None:
     expect_steady_rounds(engine())
     write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
     expect_steady_rounds(engine(speculate="eagle", draft=tmp_path))
+
+
+def expect_drafts_in_one_launch(llm: LLM) -> None:
+    core, runners = llm.core, llm.executor.runners
+    report = verify(runners[DRAFT.name], batches=1)
+    assert report.ok, str(report)
+    for number, prompt in enumerate(PROMPTS * 4):
+        core.add(Request(f"{number}", prompt, replace(GREEDY, max_tokens=20)))
+        core.step()
+        core.step()
+    while not core.is_idle:
+        core.step()
+    assert all(one.stats.eager.total() == 0 for one in runners.values())
+    assert runners[DRAFT.name].stats.replays.total() == runners[PREFILL.name].stats.replays.total() > 4
+
+
+def test_a_step_with_prompts_drafts_in_one_launch(tmp_path: Path) -> None:
+    """While prompts keep coming; and the recordings are right."""
+    expect_drafts_in_one_launch(engine())
+    write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
+    for speculate in ("eagle", "ngram+eagle"):
+        expect_drafts_in_one_launch(engine(speculate=speculate, draft=tmp_path, speculate_when="pays"))
 
 
 def test_the_recordings_are_right_narrow_rounds_included() -> None:

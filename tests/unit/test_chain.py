@@ -83,8 +83,7 @@ class OracleRounds:
         tokens: torch.Tensor,
         queries: Queries,
         needs: SamplingNeeds,
-        features: torch.Tensor | None = None,
-    ) -> Picked:
+    ) -> tuple[Picked, torch.Tensor]:
         parts, tables = self._parts, self._parts.tables
         picked = parts.tail.pick(logits, queries, needs).tokens.view(-1, WIDTH)
         rows = queries.rows.view(-1, WIDTH)[:, 0]
@@ -93,12 +92,7 @@ class OracleRounds:
         bounds = most, tables["limit"]
         taken = parts.model.kernels.rounds.accept(queries, tokens, picked, bounds, tables.last_token, tables.length)
         tables["rounds"].index_put_((rows,), rounds + 1)
-        return Picked(taken.block)
-
-    def begin(
-        self, logits: torch.Tensor, queries: Queries, needs: SamplingNeeds, features: torch.Tensor | None, depth: int
-    ) -> Picked:
-        return self._parts.tail.next_tokens(logits, queries, needs)
+        return Picked(taken.block), taken.tokens
 
 
 def columns(answers: Mapping[tuple[int, ...], Sequence[int]]) -> list[Column]:
@@ -156,7 +150,7 @@ def verify_pass(parts: PassParts, declared: PassDeclaration) -> Pass:
         positions = tables.length[rows] + torch.arange(WIDTH).repeat(batch.rows.shape[0])
         queries = Queries(rows, positions, tables.pages[:, : batch.width], tokens_per_row=WIDTH)
         logits = model.logits(model.hidden(tokens, queries, parts.cache).states)
-        return rounds.accept(logits, tokens, queries, batch.needs)
+        return rounds.accept(logits, tokens, queries, batch.needs)[0]
 
     return replace(
         draft_pass(parts, declared),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from phonograph.engine.passes.registry import DECODE, TARGET_VERIFY, passes_for, phases_of, step_passes_for
+from phonograph.engine.passes.registry import passes_for, phases_of, step_passes_for
 from phonograph.errors import PlanError
 from phonograph.graphs.planning.flags import first_flag_of
 from phonograph.graphs.planning.sglang_flags import Alias
@@ -124,8 +124,9 @@ def phases_for(args: argparse.Namespace, options: EngineOptions) -> Sequence[Pha
         passes_for(embeddings=options.embeddings, speculates=speculates),
         step_passes_for(speculates=speculates),
     )
-    other = TARGET_VERIFY if not speculates else DECODE
-    if (unused := first_flag_of(args, other.defaults)) is not None:
+    others = [one.defaults for one in passes_for(embeddings=False, speculates=not speculates) if one not in phases]
+    unused = next((flag for one in others if (flag := first_flag_of(args, one)) is not None), None)
+    if unused is not None:
         instead = steps.decodes.replace("_", "-")
         why = f"rows decode in rounds ({SPECULATE})" if speculates else f"nothing is drafted ({SPECULATE} is off)"
         raise PlanError(f"{unused}: this engine has no such phase, since {why}. Use --{instead}-graph-….")

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -94,7 +95,7 @@ class Executor:
         )
         self.passes = {one.name: one.make(self.parts, plans[one.name].backend) for one in passes}
         for one in self.passes.values():
-            _check(one, limits)
+            _check(one, self.passes, limits)
             if one.picks_in_recording and plans[one.name].backend != "disabled":
                 self.tables.make_all()
         shared = {*(column.name for column in (*PLACE, *model.columns))}
@@ -234,12 +235,21 @@ class Executor:
     def _run(self, runner: Runner, step: Step) -> Picked:
         chosen = self.passes[step.pass_name]
         repeats = chosen.is_steady(step) and runner.can_repeat
-        if self.shadow is not None and chosen.written is not None and self.shadow.is_due():
-            return _picked(self.shadow.run(runner, chosen.batch(step), chosen, repeats=repeats))
-        if repeats:
+        is_checked = self.shadow is not None and chosen.written is not None and self.shadow.is_due()
+        if repeats and not is_checked:
             # The tables have all that changes from step to step, so the buffers need no load.
             return _picked(runner.repeat())
-        return _picked(runner.run(chosen.batch(step)))
+        picked = _picked(self._serve(chosen, chosen.batch(step), is_checked=is_checked, repeats=repeats))
+        if chosen.then is not None and picked.handed is not None:
+            self._serve(self.passes[chosen.then], picked.handed, is_checked=is_checked)
+        return picked
+
+    def _serve(self, chosen: Pass, batch: Any, *, is_checked: bool, repeats: bool = False) -> object:
+        runner = self.runners[chosen.name]
+        if is_checked and chosen.written is not None:
+            assert self.shadow is not None
+            return self.shadow.run(runner, batch, chosen, repeats=repeats)
+        return runner.run(batch)
 
 
 _NO_REQUESTS = Step(0, HEARTBEAT.name)
@@ -267,8 +277,14 @@ def _check_state(model: Model, limits: Limits) -> None:
         )
 
 
-def _check(one: Pass, limits: Limits) -> None:
-    """Refuse a pass that computes another number of tokens for a row that decodes than the scheduler counts."""
+def _check(one: Pass, passes: Mapping[str, Pass], limits: Limits) -> None:
+    """Refuse a pass that computes another number of tokens for a row that decodes than the scheduler counts, and one
+    that is followed by a pass which is not there."""
+    if one.then is not None and one.then not in passes:
+        raise DeclarationError(
+            f"the pass {one.name!r} is followed by {one.then!r}, and this engine has {', '.join(passes)}. Give the "
+            "executor that pass too."
+        )
     if one.declared.serves and one.tokens_per_row not in (None, limits.tokens_per_row):
         raise DeclarationError(
             f"the pass {one.name!r} computes {one.tokens_per_row} tokens a row, and limits.tokens_per_row is "

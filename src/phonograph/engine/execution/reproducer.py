@@ -113,7 +113,7 @@ class Reproducer:
         fields = {name: value for name, value in self.content["batch"].items() if name in names}
         for slot in runner.phase.slots:
             self._check_values(slot.name, fields.get(slot.name), slot.valid)
-        given = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
+        given = {name: _given(value) for name, value in fields.items()}
         if "spans" in given:
             given["spans"] = tuple(Span(*numbers) for numbers in given["spans"])
         # What the requests need of the sampler is what a sample of the same product needs.
@@ -208,6 +208,11 @@ def _fits_itself(content: Mapping[str, Any]) -> bool:
         and all(isinstance(one, torch.Tensor) and one.shape[:1] == rows.shape for one in columns.values())
         and all(isinstance(text, str) for pair in content["weights"].items() for text in pair)
     )
+
+
+def _given(value: Any) -> Any:
+    """As a batch has it: an array, but for numbers of a kind that numpy may lack."""
+    return value.numpy() if isinstance(value, torch.Tensor) and not value.is_floating_point() else value
 
 
 def _kind(tensor: torch.Tensor) -> str:

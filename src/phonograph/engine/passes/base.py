@@ -92,6 +92,11 @@ class Pass:
     dims: Sequence[Dim] = ()
     tail: Callable[[Any, Any], Any] | None = None
     """Takes what the body returned and the batch; runs eagerly, after the recording."""
+    then: str | None = None
+    """The pass that runs after it in the same step, by a recording of its own, on the batch that the tail hands to it
+    (`Picked.handed`); where that is None, it does not run."""
+    picks: bool = True
+    """Whether it picks tokens; one that only runs after another need not."""
     axes: Sequence[Axis] = ()
     reads: Sequence[str] = ()
     """Columns of passes that its body reads, by name; what every engine has need not be named."""
@@ -108,7 +113,7 @@ class Pass:
     @property
     def picks_in_recording(self) -> bool:
         """Whether its recordings read whatever picking may need: columns that only some requests ask for, too."""
-        return self.tail is None and self.declared.serves
+        return self.picks and self.tail is None and self.declared.serves
 
     def phase(self) -> phase.Phase:
         """The pass as the graph layer records it."""

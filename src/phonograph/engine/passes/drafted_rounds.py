@@ -6,7 +6,6 @@ Both passes of an engine that speculates have one: steps of decodes alone, and m
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -190,7 +189,7 @@ class DraftedRounds:
             found = self._reader.features(taps)
             if found.shape != taps[0].shape:
                 raise ValueError(f"features of shape {list(found.shape)}, expected {list(taps[0].shape)}")
-            return found
+            return found.to(dtype)
         except Exception as error:  # no output depends on drafts
             _warn("it drafts from zeros", error)
             return torch.zeros_like(taps[0], dtype=dtype)
@@ -221,31 +220,10 @@ class DraftedRounds:
         return features
 
     def accept(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        queries: Queries,
-        needs: SamplingNeeds,
-        features: torch.Tensor | None,
-    ) -> Picked:
+        self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds
+    ) -> tuple[Picked, torch.Tensor]:
         picked, accepted = self.verify(logits, tokens, queries, needs)
-        assert queries.tokens_per_row is not None
-        self.draft(replace(accepted, features=features), queries.tokens_per_row - 1)
-        return picked
-
-    def begin(
-        self,
-        logits: torch.Tensor,
-        queries: Queries,
-        needs: SamplingNeeds,
-        features: torch.Tensor | None,
-        depth: int,
-    ) -> Picked:
-        picked = self._parts.tail.next_tokens(logits, queries, needs)
-        rows, tokens = queries.rows, picked.tokens.clamp_min(0)[:, None]
-        starts, counts = queries.token_positions, (rows > 0).long()
-        self.draft(Accepted(rows, starts, tokens, counts, queries.table, features), depth)
-        return picked
+        return picked, accepted.tokens
 
 
 def _warn(so: str, error: Exception) -> None:

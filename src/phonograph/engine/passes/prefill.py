@@ -17,7 +17,7 @@ from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.prompt_scores import PromptScores, score_prompts
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import PREFILL, PassDeclaration
-from phonograph.engine.passes.rounds import Rounds, joined, widened
+from phonograph.engine.passes.rounds import PickedPlaces, Rounds, joined, widened
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.needs import SamplingNeeds
@@ -54,6 +54,8 @@ class PrefillBatch:
     """Tokens of each row that decodes."""
     num_stated: int = 0
     """How many of `ends`, the last, are there for their hidden state."""
+    sampled_rows: Any = None
+    """The rows that something is sampled for, each once, for the tail of rounds."""
 
     @property
     def num_sampled(self) -> int:
@@ -109,7 +111,9 @@ class PrefillBatches:
         rows, positions = _rows_and_positions(spans)
         if not is_exact:
             rows, positions = _after_rounds(decoding_rows, step.tokens_per_row, rows, positions)
-        lengths += [chunk.start + len(chunk.tokens) for chunk in step.prefills]
+        # What goes on from the end of a prompt may have as many places for it as for a round.
+        lengths += [chunk.start + len(chunk.tokens) + self._ahead * chunk.samples for chunk in step.prefills]
+        sampling = [*decoding_rows, *(chunk.row for chunk in step.prefills if chunk.samples)]
         return PrefillBatch(
             np.asarray(known, dtype=np.int64),
             rows,
@@ -124,6 +128,7 @@ class PrefillBatches:
             np.asarray(following, dtype=np.int64) if self._has_following else None,
             step.tokens_per_row,
             len(stated),
+            None if is_exact else np.asarray(sampling, dtype=np.int64),
         )
 
 
@@ -219,25 +224,32 @@ class PrefillBody:
         count, first, width = batch.num_sampled, batch.spans_from, batch.tokens_per_row
         if not count:
             return Picked(found.tokens.new_empty((0, width) if width > 1 else 0))
-        logits, picked = self._model.logits(found.hidden[:count]), None
+        logits, parts, said = self._model.logits(found.hidden[:count]), list[Picked](), list[torch.Tensor]()
         if first:
-            queries, features = self._places(found, batch, slice(first), width)
-            picked = self._rounds.accept(logits[:first], found.tokens[:first], queries, batch.needs, features)
-        if first == count and picked is not None:
-            return picked
-        queries, features = self._places(found, batch, slice(first, count), 1)
-        ends = self._rounds.begin(logits[first:], queries, batch.needs, features, width - 1)
-        if picked is not None:
-            return joined(picked, ends)
-        return widened(ends, width) if width > 1 else ends
+            queries = self._queries(found, batch, slice(first), width)
+            picked, tokens = self._rounds.accept(logits[:first], found.tokens[:first], queries, batch.needs)
+            parts.append(picked)
+            said.append(tokens.flatten())
+        if first < count:
+            queries = self._queries(found, batch, slice(first, count), 1)
+            ends = self._parts.tail.next_tokens(logits[first:], queries, batch.needs)
+            parts.append(widened(ends, width) if width > 1 and not first else ends)
+            said.append(ends.tokens.clamp_min(0))
+        handed = PickedPlaces.of(
+            batch.sampled_rows,
+            torch.cat(said) if len(said) > 1 else said[0],
+            found.positions[:count],
+            None if found.features is None else found.features[:count],
+            first=first,
+            width=batch.width,
+            tokens_per_row=width,
+        )
+        return (joined(*parts) if len(parts) > 1 else parts[0])._replace(handed=handed)
 
-    def _places(
-        self, found: TokenStates, batch: PrefillBatch, part: slice, tokens_per_row: int
-    ) -> tuple[Queries, torch.Tensor | None]:
-        """Where some of the ends stand, and what rounds take of them."""
-        table, features = self._parts.tables.pages[:, : batch.width], found.features
-        queries = Queries(found.rows[part], found.positions[part], table, tokens_per_row=tokens_per_row)
-        return queries, None if features is None else features[part]
+    def _queries(self, found: TokenStates, batch: PrefillBatch, part: slice, tokens_per_row: int) -> Queries:
+        """Where some of the ends stand."""
+        table = self._parts.tables.pages[:, : batch.width]
+        return Queries(found.rows[part], found.positions[part], table, tokens_per_row=tokens_per_row)
 
 
 class PrefillSample:
@@ -278,8 +290,10 @@ class PrefillSample:
         following = np.roll(tokens, -1) if self._has_following else None
         if following is not None:
             following[known:] = following[lasts] = -1
+        sampled_rows = rows[np.concatenate([ends[: first : self._width], ends[first:]])]
         return PrefillBatch(
-            tokens, rows, positions, decoding, ends, width, needs, told, first, None, following, self._width
+            *(tokens, rows, positions, decoding, ends, width, needs, told, first, None, following, self._width),
+            sampled_rows=sampled_rows,
         )
 
     def _num_rounds(self, numbers: np.random.Generator, total: int, num_ends: int) -> int:
@@ -336,7 +350,10 @@ def prefill_pass(
         dims=[Dim("sampled", limit=limits.num_places)],
         batch=PrefillBatches(limits, rounds).batch,
         written=written,
-        public=("rows", "positions", "decoding", "ends", "width", "spans", "spans_from", "tokens_per_row"),
+        public=(
+            *("rows", "positions", "decoding", "ends", "width", "spans", "spans_from", "tokens_per_row"),
+            "sampled_rows",
+        ),
         body=body,
         free=("width", "spans_from", "tokens_per_row"),
         tail=body.tail if rounds is None else body.rounds_tail,

@@ -32,6 +32,8 @@ class Picked(NamedTuple):
     states: torch.Tensor | None = None
     """What each token was picked from, where a request wants that: as tokens, [..., hidden], float32."""
     prompt_states: torch.Tensor | None = None  # [any, hidden], float32: of prompts, where a request wants them
+    handed: object = None
+    """The batch of the pass that runs next in the same step (`Pass.then`); it stays on the device."""
 
 
 class _Details:

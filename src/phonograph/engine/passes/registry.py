@@ -92,7 +92,7 @@ def _heartbeat(parts: PassParts, backend: str) -> Pass:
 
 def _without_drafter(parts: PassParts, backend: str) -> Pass:
     raise DeclarationError(
-        f"the pass {TARGET_VERIFY.name!r} verifies what a drafter says, and has none. Take those of "
+        f"the passes {TARGET_VERIFY.name!r} and {DRAFT.name!r} need a drafter, and have none. Take those of "
         "`speculating_passes`."
     )
 
@@ -105,9 +105,11 @@ EMBED = PassDeclaration(
 )
 TARGET_VERIFY = PassDeclaration(KNOWN_PHASES["target_verify"], limit=lambda size: size.max_seqs, make=_without_drafter)
 """As plans know it; `target_verify.speculating_passes` gives it a drafter."""
+DRAFT = PassDeclaration(KNOWN_PHASES["draft"], limit=lambda size: size.max_seqs, make=_without_drafter)
+"""What is drafted after a mixed step; no step names it. The same holds."""
 PASSES = (DECODE, PREFILL, HEARTBEAT)
 """Those that every engine has, unless it drafts."""
-SPECULATING = (TARGET_VERIFY, PREFILL, HEARTBEAT)
+SPECULATING = (TARGET_VERIFY, PREFILL, DRAFT, HEARTBEAT)
 """Of an engine that drafts tokens and verifies them: rows decode in rounds, alone and among prompts."""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from phonograph.engine.ops.queries import Queries
@@ -11,6 +13,45 @@ from phonograph.engine.passes.readback import Picked
 from phonograph.engine.requests.step import NO_TOKEN
 from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.engine.sampling.sampler import TopLogprobs
+
+
+@dataclass(frozen=True)
+class PickedPlaces:
+    """What a mixed step brought its rows: the batch of a pass that goes on from there, such as one that drafts.
+
+    A place is a token that another one was picked after: all of a round, and the last of a prompt. How many of a
+    round's stay, the tables know: so much longer is the row.
+    """
+
+    rows: Any  # [num_rows]
+    firsts: Any  # [num_rows]: the place where each row begins
+    lasts: Any  # [num_rows]: and its last one
+    tokens: Any  # [num_places]: what was picked after each, 0 where there was a problem
+    positions: Any  # [num_places]
+    features: Any  # [num_places, hidden], or None where the rounds read nothing
+    width: int
+    """Pages that the longest sequence has."""
+    tokens_per_row: int
+    """Places of each round; rows whose prompts ended have one."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: Any,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        features: torch.Tensor | None,
+        *,
+        first: int,
+        width: int,
+        tokens_per_row: int,
+    ) -> PickedPlaces:
+        """Rounds, then from `first` on rows that have one place each; `rows` is an array."""
+        rounds, ends = np.arange(0, first, tokens_per_row), np.arange(first, tokens.shape[0])
+        firsts, lasts = np.concatenate([rounds, ends]), np.concatenate([rounds + tokens_per_row - 1, ends])
+        # On the host, and yet tensors: a check in service compares what a pass hands on.
+        known = [torch.from_numpy(one) for one in (rows, firsts, lasts)]
+        return cls(known[0], known[1], known[2], tokens, positions, features, width, tokens_per_row)
 
 
 class Rounds(Protocol):
@@ -35,35 +76,18 @@ class Rounds(Protocol):
         """Take in what the model computed for the tokens of a mixed step, within its recording.
 
         `following` are the tokens that come after each in its prompt; below 0 where one is yet to be picked. Returns
-        what `accept` and `begin` take of every token, if anything.
+        what a pass that goes on from here takes of every token (`PickedPlaces.features`), if anything.
         """
         ...
 
     def accept(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        queries: Queries,
-        needs: SamplingNeeds,
-        features: torch.Tensor | None,
-    ) -> Picked:
+        self, logits: torch.Tensor, tokens: torch.Tensor, queries: Queries, needs: SamplingNeeds
+    ) -> tuple[Picked, torch.Tensor]:
         """Pick what follows each of the tokens, decide how many of each row stay, and note them in the tables.
 
-        Logits, tokens, queries and features are those of whole rounds: [num_rows * tokens_per_row]. Returns a block of
-        [num_rows, tokens_per_row]; where that is one token a row, nothing is drafted, and tokens are [num_rows].
+        Logits, tokens and queries are those of whole rounds: [num_rows * tokens_per_row]. Returns a block of [num_rows,
+        tokens_per_row], or [num_rows] where that is one token a row; and all that was picked, whether it stays or not.
         """
-        ...
-
-    def begin(
-        self,
-        logits: torch.Tensor,
-        queries: Queries,
-        needs: SamplingNeeds,
-        features: torch.Tensor | None,
-        depth: int,
-    ) -> Picked:
-        """Pick the first token of rows whose prompts end, one each, and note it in the tables; and draft so many after
-        it."""
         ...
 
 

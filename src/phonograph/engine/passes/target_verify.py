@@ -16,16 +16,15 @@ from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.chain import chained
 from phonograph.engine.passes.decode import DecodeBatch, DecodeBatches, rows_slot, sample_rows
+from phonograph.engine.passes.draft import draft_pass, drafts_axis
 from phonograph.engine.passes.drafted_rounds import DraftedRounds
 from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting
 from phonograph.engine.passes.embed import embed_pass
 from phonograph.engine.passes.prefill import prefill_pass
 from phonograph.engine.passes.readback import Picked
-from phonograph.engine.passes.registry import EMBED, HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
+from phonograph.engine.passes.registry import DRAFT, EMBED, HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
 from phonograph.engine.passes.sampling_tail import axes_for
-from phonograph.engine.requests.limits import half_width
 from phonograph.engine.state.column import Column, RowSource, TrialRows, Writer
-from phonograph.graphs.phases.axes import Axis
 
 
 def round_columns(depth: int) -> tuple[Column, ...]:
@@ -105,18 +104,6 @@ HALF_ROUNDS = "drafts=half"
 """And those of rounds of half as many drafts."""
 
 
-def _drafts_axis(width: int, *, narrows: bool) -> Axis:
-    """Rounds of all drafts; of half as many, where that may pay; or one token a row, as plain decoding has it."""
-    half = {"half": half_width(width)} if narrows and half_width(width) > 1 else {}
-    widths = {"on": width, **half, "off": 1}
-    names = {found: name for name, found in widths.items()}
-
-    def applied(batch: DecodeBatch, value: str) -> DecodeBatch:
-        return replace(batch, tokens_per_row=widths[value])
-
-    return Axis("drafts", tuple(widths), of=lambda batch: names[batch.tokens_per_row], apply=applied)
-
-
 def target_verify_pass(
     parts: PassParts, backend: str, declared: PassDeclaration, drafter: Drafter, *, narrows: bool = False
 ) -> Pass:
@@ -140,7 +127,7 @@ def target_verify_pass(
         is_steady=batches.is_steady,
         body=links.verify,
         sample=lambda extent, seed: replace(sample_rows(parts, extent, seed), tokens_per_row=rounds.width),
-        axes=[*axes_for(parts.gives_states), _drafts_axis(rounds.width, narrows=narrows)],
+        axes=[*axes_for(parts.gives_states), drafts_axis(rounds.width, narrows=narrows)],
         preserve=parts.trials.running,
         reads=rounds.reads,
     )
@@ -165,12 +152,15 @@ def speculating_passes(
     def target_verify(parts: PassParts, backend: str) -> Pass:
         return target_verify_pass(parts, backend, declared, drafting.make(parts), narrows=narrows)
 
+    def draft(parts: PassParts, backend: str) -> Pass:
+        return draft_pass(parts, drafts, drafting.make(parts), narrows=narrows)
+
     def mixed(plain: PassDeclaration, make: Callable[..., Pass]) -> PassDeclaration:
         def made(parts: PassParts, backend: str) -> Pass:
             drafter = drafting.make(parts)
             rounds = DraftedRounds(parts, drafter)
             found = make(parts, backend, plain, rounds)
-            return replace(found, reads=(*rounds.reads, *drafter.reads), writes=(*rounds.writes, *drafter.writes))
+            return replace(found, then=DRAFT.name, reads=(*rounds.reads, *drafter.reads), writes=drafter.writes)
 
         return replace(plain, make=made)
 
@@ -178,5 +168,6 @@ def speculating_passes(
         return (*round_columns(drafting.depth), *drafting.columns())
 
     declared = replace(TARGET_VERIFY, make=target_verify, columns=columns, keeps=drafting.keeps)
-    passes = declared, mixed(PREFILL, prefill_pass), HEARTBEAT
+    drafts = replace(DRAFT, make=draft)
+    passes = declared, mixed(PREFILL, prefill_pass), drafts, HEARTBEAT
     return (*passes, mixed(EMBED, embed_pass)) if embeddings else passes

@@ -152,7 +152,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_hit_tokens: int
     phases: tuple[PhaseStats, ...]
     shadow_checks: int = 0
-    """Steps that ran a second time, eagerly."""
+    """Replays that ran a second time, eagerly."""
     shadow_mismatches: int = 0
     """Those whose replay gave other bits."""
     speculation: SpeculationStats | None = None

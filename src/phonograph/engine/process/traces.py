@@ -48,8 +48,8 @@ class SequenceTrace(msgspec.Struct, frozen=True):
     prompt: tuple[PassCounts, ...]
     """The passes that computed its prompt."""
     output: tuple[PassCounts, ...]
-    """The passes that ran from there to its end, each of which brought it a token, but for the last few, which were
-    launched ahead of its end."""
+    """The passes that ran from there to its end. Each brought it a token, but for those that only draft, and for the
+    last few, which were launched ahead of its end."""
 
 
 Counted = dict[str, tuple[int, dict[Reason, int]]]

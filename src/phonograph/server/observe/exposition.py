@@ -35,7 +35,7 @@ _COUNTERS: tuple[tuple[str, str, _Figure], ...] = (
     ("prefix_cache_queries", "Tokens looked for in the prefix cache.", lambda s: s.prefix_lookup_tokens),
     ("prefix_cache_hits", "Tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens),
     ("num_preemptions", "Sequences preempted for lack of KV pages.", lambda s: s.preemptions),
-    ("shadow_checks", "Steps that ran a second time eagerly, to check the replay.", lambda s: s.shadow_checks),
+    ("shadow_checks", "Replays that ran a second time, eagerly.", lambda s: s.shadow_checks),
     ("shadow_mismatches", "Replays that were not bitwise equal to the eager path.", lambda s: s.shadow_mismatches),
     ("engine_steps", "Steps launched.", lambda s: s.steps),
 )

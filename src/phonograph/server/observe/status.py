@@ -69,7 +69,7 @@ class Totals(msgspec.Struct, frozen=True):
     preemptions: int
     core_restarts: int
     shadow_checks: int
-    """Steps that ran a second time eagerly, to check the replay."""
+    """Replays that ran a second time, eagerly, to check them."""
     shadow_mismatches: int
     """Those whose replay was not bitwise equal."""
 
