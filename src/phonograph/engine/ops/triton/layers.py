@@ -9,7 +9,8 @@ from phonograph.engine.ops.kernels import Angles, Heads, Norm, Op, Places
 from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.queries import Queries
-from phonograph.engine.ops.triton import rotate, rows, steps
+from phonograph.engine.ops.row_norm import RowNorm
+from phonograph.engine.ops.triton import norm_rows, rotate, rows, steps
 from phonograph.engine.ops.triton.products import Products
 from phonograph.engine.ops.triton.rounds import TritonRounds
 from phonograph.engine.ops.tuning import Choice, Overlap, Product, Tuning
@@ -65,6 +66,9 @@ class TritonKernels:
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         return rows.add_norm(x, delta, norm, overlap=self._overlap)
+
+    def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, norm: RowNorm) -> torch.Tensor | None:
+        return norm_rows.norm_rows(x, weight, norm, overlap=self._overlap)
 
     def norm_linear(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix
