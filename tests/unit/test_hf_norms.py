@@ -26,15 +26,15 @@ from phonograph.engine.ops.queries import Queries
 from phonograph.engine.ops.row_norm import RowNorm, norm_rows
 from phonograph.engine.ops.triton.layers import TritonKernels
 from phonograph.engine.ops.tuning import Tuning
-from phonograph.engine.options import EngineOptions, HfNorms
+from phonograph.engine.options import EngineOptions, HfOps
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.errors import PlanError
 from phonograph.graphs.planning.settings import ask
 from phonograph.graphs.progress import Progress, silent
 from phonograph.hf.adapter.checkpoint import HfCheckpoint
 from phonograph.hf.adapter.model import HfModel
-from phonograph.hf.adapter.norms import FusedNorms, fused_norms
-from phonograph.hf.adapter.twins import reached, twin_of
+from phonograph.hf.adapter.norms import fused_norms
+from phonograph.hf.adapter.twins import Fused, reached, twin_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -182,12 +182,13 @@ def rows(dtype: torch.dtype = torch.float32, width: int = WIDTH) -> torch.Tensor
 def test_what_is_not_a_plain_norm_is_left_alone(kind: type[Plain], dtype: torch.dtype) -> None:
     layers = tree(kind(), dtype=dtype)
     found = fused_norms(layers, TRITON)
-    assert found.layers is None
+    assert found.layers is layers
     assert found.notes[0].startswith(f"1 {kind.__name__} in transformers' own ops: {UNLIKE[kind]}"), found.notes
 
 
 def test_statistics_in_half_precision_are_left_alone() -> None:
-    assert fused_norms(tree(SummedHalf(), dtype=torch.float16), TRITON).layers is None
+    layers = tree(SummedHalf(), dtype=torch.float16)
+    assert fused_norms(layers, TRITON).layers is layers
 
 
 def test_one_that_is_not_plain_is_left_alone_among_others() -> None:
@@ -236,14 +237,16 @@ def test_every_norm_is_tried_with_its_own_weights() -> None:
     ],
 )
 def test_other_modules_are_no_candidates(other: Callable[[], nn.Module]) -> None:
-    assert fused_norms(tree(other()), TRITON) == FusedNorms(None, ())
+    layers = tree(other())
+    assert fused_norms(layers, TRITON) == Fused(layers, ())
 
 
 def test_more_than_a_weight_is_no_candidate() -> None:
     biased, buffered = Plain(), Plain()
     biased.bias = nn.Parameter(torch.zeros(WIDTH))
     buffered.register_buffer("count", torch.zeros(()))
-    assert fused_norms(tree(biased, buffered), TRITON) == FusedNorms(None, ())
+    layers = tree(biased, buffered)
+    assert fused_norms(layers, TRITON) == Fused(layers, ())
 
 
 def test_a_norm_with_hooks_is_left_alone() -> None:
@@ -379,7 +382,7 @@ def test_norms_of_families(name: str, dtype: torch.dtype) -> None:
         found = fused_norms(model, TRITON)
         assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
         assert {one: dict(vars(module)) for one, module in model.named_modules()} == before
-        count = 0 if found.layers is None else sum("forward" in vars(one) for one in found.layers.modules())
+        count = sum("forward" in vars(one) for one in found.layers.modules())
         assert count == NORMS[name]
         if count:
             assert f"{count} {type(model).__name__.removesuffix('ForCausalLM')}RMSNorm as one launch" in found.notes[0]
@@ -419,8 +422,8 @@ class WithKernels(HfCheckpoint):
         return made
 
 
-def loaded(folder: Path, kernels: Any, hf_norms: HfNorms = "fused", dtype: torch.dtype = torch.float32) -> HfModel:
-    parts = ModelParts(ReferenceAttention(), kernels, 40, hf_norms=hf_norms)
+def loaded(folder: Path, kernels: Any, hf_ops: HfOps = "fused", dtype: torch.dtype = torch.float32) -> HfModel:
+    parts = ModelParts(ReferenceAttention(), kernels, 40, hf_ops=hf_ops)
     model = load_model(HfCheckpoint.open(folder), parts, dtype, DEVICE)
     assert isinstance(model, HfModel)
     return model
@@ -476,8 +479,8 @@ class TestLoaded:
         assert kernels.launched == 0
 
     def test_other_values_of_the_option_are_refused(self) -> None:
-        with pytest.raises(PlanError, match="hf_norms is one of fused, own; found 'fast'"):
-            EngineOptions(hf_norms="fast")  # type: ignore[arg-type]
+        with pytest.raises(PlanError, match="hf_ops is one of fused, own; found 'fast'"):
+            EngineOptions(hf_ops="fast")  # type: ignore[arg-type]
 
 
 PROMPTS = [[5, 9, 11], [7, 3, 60, 61, 62, 63, 64, 65, 66]]

@@ -97,10 +97,10 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--hf-layers", metavar="MODULE", help="the module that has the layers of a transformers model; default: it says"
     )
     parser.add_argument(
-        "--hf-norms",
+        "--hf-ops",
         choices=("fused", "own"),
         default="fused",
-        help="root-mean-square norms of a transformers model, on a GPU: one launch each where a trial shows that it "
+        help="norms and rotations of a transformers model, on a GPU: one launch each where a trial shows that it "
         "computes the same, or transformers' own ops",
     )
 
@@ -148,7 +148,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         model_impl=args.model_impl,
         trust_remote_code=args.trust_remote_code,
         hf_layers=args.hf_layers,
-        hf_norms=args.hf_norms,
+        hf_ops=args.hf_ops,
         sampling=args.sampling,
         speculate=speculation.speculate,
         speculate_depth=speculation.depth,

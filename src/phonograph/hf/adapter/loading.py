@@ -16,15 +16,15 @@ from phonograph.engine.checkpoints.safetensors import stored_floats, warn_of_ada
 from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig, known_ids
 from phonograph.engine.models.interface import ModelParts
-from phonograph.engine.ops.row_norm import NormsRows
 from phonograph.graphs.progress import Progress
 from phonograph.hf.adapter import attention, batch_looks, experts
+from phonograph.hf.adapter.fusing import fused
 from phonograph.hf.adapter.head import head_of
 from phonograph.hf.adapter.model import HfModel
-from phonograph.hf.adapter.norms import FusedNorms, fused_norms
 from phonograph.hf.adapter.outline import Outline
 from phonograph.hf.adapter.self_check import self_check
 from phonograph.hf.adapter.sentences import AGAIN, first_line, passes_on, refused
+from phonograph.hf.adapter.twins import Fused
 
 log = logging.getLogger("phonograph")
 
@@ -47,24 +47,16 @@ def adapted(
     place = None if outline.hands_down else attention.StepPlace()
     if place is not None:
         place.give_to(whole)
-    norms = norms_of(decoder, parts)
+    ops = fused(decoder, parts.kernels) if parts.hf_ops == "fused" else Fused(decoder, ())
     model = HfModel(
         *(config, outline, whole, decoder, head, parts.attention, parts.kernels, dtype, parts.max_len, place),
-        fused=norms.layers,
+        fused=None if ops.layers is decoder else ops.layers,
     )
     progress("checking against eager attention", 0, 1)
     found = self_check(model, source)
     progress("checking against eager attention", 1, 1)
     log.info("%s: %s", source, found)
-    return replace(model, notes=(str(found), *norms.notes))
-
-
-def norms_of(decoder: Any, parts: ModelParts) -> FusedNorms:
-    """Norms as one launch each, where the kernels have one for them and nobody asked for transformers' own."""
-    kernels = parts.kernels
-    if parts.hf_norms == "fused" and isinstance(kernels, NormsRows):
-        return fused_norms(decoder, kernels)
-    return FusedNorms(None, ())
+    return replace(model, notes=(str(found), *ops.notes))
 
 
 def read_weights(folder: Path, config: Any, dtype: torch.dtype, routing: str | None, *, trust_remote_code: bool) -> Any:

@@ -43,7 +43,7 @@ class HfModel:
     place: StepPlace | None = None
     """Where layers find the step, if the model hands no keyword arguments down to them."""
     fused: Any = None
-    """A twin of the layers, with norms that are one launch; None where there are none, or nobody launches them."""
+    """A twin of the layers, whose norms and rotations are one launch each; None where nothing is fused."""
     notes: tuple[str, ...] = ()
     """What start-up found."""
 

@@ -18,7 +18,7 @@ import torch
 from phonograph.engine.ops.row_norm import NormsRows, RowNorm, norm_rows
 from phonograph.hf.adapter.sentences import first_line, passes_on
 from phonograph.hf.adapter.trial_rows import DTYPES, NOTHING, UNLIKE, Apart, added, apart, layouts, trial_rows
-from phonograph.hf.adapter.twins import reached, twin_of
+from phonograph.hf.adapter.twins import Fused, form, reached, twin_of
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 """What families call it."""
@@ -28,18 +28,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _UNLIKE = "our kernel differs by more than rounding"
 
 
-@dataclass(frozen=True)
-class FusedNorms:
-    """What became of a tree."""
-
-    layers: Any
-    """A twin of the tree, whose proven norms are one launch; None where none is."""
-    notes: tuple[str, ...]
-    """What was found of each class, for `explain`."""
-
-
 @torch.inference_mode()
-def fused_norms(layers: Any, kernels: NormsRows) -> FusedNorms:
+def fused_norms(layers: Any, kernels: NormsRows) -> Fused:
     """Try every module of the tree that may be a norm; none of them is changed."""
     trials, fused = _Trials(kernels), dict[int, Any]()
     told = dict[tuple[str, str], list[Apart]]()  # by class, and the reason why it stays as it is
@@ -52,13 +42,13 @@ def fused_norms(layers: Any, kernels: NormsRows) -> FusedNorms:
             fused[id(module)] = _fused(module, verdict.norm, kernels)
         told.setdefault((type(module).__name__, verdict.why), []).append(verdict.worst)
     notes = tuple(_said(name, why, found) for (name, why), found in told.items())
-    return FusedNorms(twin_of(layers, fused) if fused else None, notes)
+    return Fused(twin_of(layers, fused), notes)
 
 
 def _said(name: str, why: str, found: Sequence[Apart]) -> str:
     if why:
         return f"{len(found)} {name} in transformers' own ops: {why}"
-    return f"{len(found)} {name} as one launch each: in trials against the module's own, {added(found)}"
+    return f"{len(found)} {name} as one launch each: in trials against the modules' own, {added(found)}"
 
 
 def _eps_of(module: Any) -> float | None:
@@ -170,12 +160,7 @@ def _compared(
     found = other(rows, module.weight)
     if is_written or found is None or not isinstance(wanted, torch.Tensor):
         return UNLIKE
-    return apart(found, wanted) if _form(found) == _form(wanted) else UNLIKE
-
-
-def _form(x: torch.Tensor) -> tuple[Any, ...]:
-    """All but values. A dim of one element has any stride."""
-    return x.shape, x.dtype, x.device, [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    return apart(found, wanted) if form(found) == form(wanted) else UNLIKE
 
 
 def _fused(module: Any, norm: RowNorm, kernels: NormsRows) -> Any:

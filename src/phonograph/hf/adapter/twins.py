@@ -7,7 +7,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What became of a tree."""
+
+    layers: Any
+    """A twin of it, or the tree itself where nothing was replaced."""
+    notes: tuple[str, ...]
+    """What was found of each class, for `explain`."""
 
 
 def reached(root: Any) -> Iterator[tuple[str, Any]]:
@@ -48,3 +61,8 @@ def _twin(module: Any, replaced: Mapping[int, Any], made: dict[int, Any]) -> Any
             twin._modules = below
     made[id(module)] = twin
     return twin
+
+
+def form(x: torch.Tensor) -> tuple[Any, ...]:
+    """All of a result but its values. A dim of one element has any stride."""
+    return x.shape, x.dtype, x.device, [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
