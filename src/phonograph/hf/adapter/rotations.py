@@ -96,6 +96,7 @@ class _Trials:
             q, k = ((drawn(1, num_tokens, count, head_dim) * scales).to(self._dtype) for count in counts)
             cos, sin = drawn(1, num_tokens, head_dim), drawn(1, num_tokens, head_dim)
             q[0, 0, 0, 0], k[0, -1, -1, -1], q[0, -1, -1, -1] = torch.inf, torch.nan, torch.finfo(self._dtype).max
+            q[0, 0, 1], k[0, 0, 0], sin[0, -1] = 0.0, -0.0, 0.0
             for heads in ((q.transpose(1, 2), k.transpose(1, 2)), (_by_head(q), _by_head(k))):
                 if not self._has_its_bits(function, (*heads, cos, sin)):
                     return "our kernel has other bits in trials"
@@ -112,7 +113,7 @@ class _Trials:
         pairs = list(zip(found, wanted, strict=True))
         if any(not isinstance(own, torch.Tensor) or form(ours) != form(own) for ours, own in pairs):
             return False
-        return all((one := apart(ours, own)).is_rounding and one.moved == 0 for ours, own in pairs)
+        return all(_has_bits(ours, own) for ours, own in pairs)
 
     def rotating(self, function: FunctionType, head_dim: int) -> Callable[..., Any]:
         """The function, in one launch for what was tried."""
@@ -120,6 +121,12 @@ class _Trials:
         if key not in self._made:
             self._made[key] = _rotating(function, head_dim, self._dtype, self._kernels)
         return self._made[key]
+
+
+def _has_bits(ours: torch.Tensor, own: torch.Tensor) -> bool:
+    """Signs of zeros too; what is not a number has no bits that count."""
+    found, numbers = apart(ours, own), ~own.isnan()
+    return found.is_rounding and found.moved == 0 and torch.equal(ours.signbit() & numbers, own.signbit() & numbers)
 
 
 def _by_head(x: torch.Tensor) -> torch.Tensor:

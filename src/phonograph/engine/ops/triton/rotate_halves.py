@@ -18,12 +18,9 @@ _TILE = 1024
 
 
 @triton.jit
-def _turned(x, cos, other, sin):
-    """x · cos + other · sin, rounded as three ops."""
-    wide = tl.float32
-    first = (x.to(wide) * cos.to(wide)).to(x.dtype)
-    second = (other.to(wide) * sin.to(wide)).to(x.dtype)
-    return (first.to(wide) + second.to(wide)).to(x.dtype)
+def _product(x, y):
+    """As an op rounds it, in float32."""
+    return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype).to(tl.float32)
 
 
 @triton.jit
@@ -37,8 +34,10 @@ def _rotate_heads(
     out = out_ptr + head * out_head + half
     low = tl.load(x, mask=mask, other=0.0)
     high = tl.load(x + width, mask=mask, other=0.0)
-    tl.store(out, _turned(low, cos_low, -high, sin_low), mask=mask)
-    tl.store(out + width, _turned(high, cos_high, low, sin_high), mask=mask)
+    turned_low = _product(low, cos_low) - _product(high, sin_low)
+    turned_high = _product(high, cos_high) + _product(low, sin_high)
+    tl.store(out, turned_low.to(low.dtype), mask=mask)
+    tl.store(out + width, turned_high.to(low.dtype), mask=mask)
 
 
 @kernel()
