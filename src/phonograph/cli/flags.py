@@ -96,6 +96,13 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hf-layers", metavar="MODULE", help="the module that has the layers of a transformers model; default: it says"
     )
+    parser.add_argument(
+        "--hf-ops",
+        choices=("fused", "own"),
+        default="fused",
+        help="norms and rotations of a transformers model, on a GPU: one launch each where a trial shows that it "
+        "computes the same, or transformers' own ops",
+    )
 
 
 def _add_trust_flags(parser: argparse.ArgumentParser) -> None:
@@ -141,6 +148,7 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         model_impl=args.model_impl,
         trust_remote_code=args.trust_remote_code,
         hf_layers=args.hf_layers,
+        hf_ops=args.hf_ops,
         sampling=args.sampling,
         speculate=speculation.speculate,
         speculate_depth=speculation.depth,

@@ -210,7 +210,7 @@ class LLM:
 
     def _model(self, attention: Attention, max_len: int, progress: Progress) -> Model:
         """The model with its weights, in the precision that was found."""
-        parts = ModelParts(attention, self.kernels, max_len, self.precision.residual)
+        parts = ModelParts(attention, self.kernels, max_len, self.precision.residual, self.options.hf_ops)
         return load_model(self.checkpoint, parts, self.precision.dtype, self.device.torch_device, progress)
 
     def generate(

@@ -19,6 +19,8 @@ AttentionName = Literal[KernelsName, "flashinfer"]
 """As for kernels; or FlashInfer for prompts, which it plans on the host, and Triton for decode steps."""
 ModelImplementation = Literal["auto", "native", "hf"]
 """Layers of our own, those of transformers, or ours where they compute what the model asks for."""
+HfOps = Literal["fused", "own"]
+"""One launch for each norm and rotation of a transformers model for which a trial allows it; or transformers' ops."""
 VerifyMode = Literal["fast", "all", "off"]
 """A few recordings of each phase and product of axes, every recording, or none."""
 MAX_DEPTH = 15
@@ -110,6 +112,8 @@ class EngineOptions:
     """Whether Python code from a checkpoint's folder may be run."""
     hf_layers: str | None = None
     """The name of the module that has the layers of a transformers model; default: what the model says."""
+    hf_ops: HfOps = "fused"
+    """Whether norms and rotations of a transformers model are one launch each, on a GPU, or transformers' own ops."""
     sampling: SamplingSource = "model"
     """The source of defaults for temperature, top_k, top_p, min_p, repetition_penalty: the model, or neutral values."""
 
@@ -131,6 +135,7 @@ class EngineOptions:
             ("attention", AttentionName, True),
             ("kernels", KernelsName, True),
             ("model_impl", ModelImplementation, False),
+            ("hf_ops", HfOps, False),
             ("sampling", SamplingSource, False),
             ("speculate", SpeculateName, False),
             ("speculate_when", SpeculateWhen, True),

@@ -15,6 +15,7 @@ from phonograph.engine.models.tensors import ModelTensor, ModelWeights
 from phonograph.engine.ops.kernels import Kernels
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.queries import Attention, Queries
+from phonograph.engine.options import HfOps
 from phonograph.engine.state.column import Column
 
 
@@ -113,6 +114,8 @@ class ModelParts:
     max_len: int
     residual: torch.dtype | None = None
     """Of the residual stream; None for that of the weights."""
+    hf_ops: HfOps = "fused"
+    """Of a transformers model."""
 
 
 class Family(Protocol):

@@ -18,11 +18,13 @@ from phonograph.engine.models.config import ModelConfig, known_ids
 from phonograph.engine.models.interface import ModelParts
 from phonograph.graphs.progress import Progress
 from phonograph.hf.adapter import attention, batch_looks, experts
+from phonograph.hf.adapter.fusing import fused
 from phonograph.hf.adapter.head import head_of
 from phonograph.hf.adapter.model import HfModel
 from phonograph.hf.adapter.outline import Outline
 from phonograph.hf.adapter.self_check import self_check
 from phonograph.hf.adapter.sentences import AGAIN, first_line, passes_on, refused
+from phonograph.hf.adapter.twins import Fused
 
 log = logging.getLogger("phonograph")
 
@@ -45,12 +47,16 @@ def adapted(
     place = None if outline.hands_down else attention.StepPlace()
     if place is not None:
         place.give_to(whole)
-    model = HfModel(config, outline, whole, decoder, head, parts.attention, parts.kernels, dtype, parts.max_len, place)
+    ops = fused(decoder, parts.kernels) if parts.hf_ops == "fused" else Fused(decoder, ())
+    model = HfModel(
+        *(config, outline, whole, decoder, head, parts.attention, parts.kernels, dtype, parts.max_len, place),
+        fused=None if ops.layers is decoder else ops.layers,
+    )
     progress("checking against eager attention", 0, 1)
     found = self_check(model, source)
     progress("checking against eager attention", 1, 1)
     log.info("%s: %s", source, found)
-    return replace(model, notes=(str(found),))
+    return replace(model, notes=(str(found), *ops.notes))
 
 
 def read_weights(folder: Path, config: Any, dtype: torch.dtype, routing: str | None, *, trust_remote_code: bool) -> Any:

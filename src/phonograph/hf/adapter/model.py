@@ -1,4 +1,4 @@
-"""HfModel: a model of transformers as a model of the engine. Its layers are unmodified; attention and pages ours."""
+"""HfModel: a model of transformers as a model of the engine. Its layers are its own; attention and pages are ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.interface import Hidden
 from phonograph.engine.ops.attention.prepared import PreparedAttention
 from phonograph.engine.ops.kernels import Kernels
-from phonograph.engine.ops.layers.reference import slots_of
+from phonograph.engine.ops.layers.reference import TracedKernels, slots_of
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.queries import Attention, Queries
 from phonograph.engine.state.column import Column
@@ -42,6 +42,8 @@ class HfModel:
     max_len: int
     place: StepPlace | None = None
     """Where layers find the step, if the model hands no keyword arguments down to them."""
+    fused: Any = None
+    """A twin of the layers, whose norms and rotations are one launch each; None where nothing is fused."""
     notes: tuple[str, ...] = ()
     """What start-up found."""
 
@@ -96,7 +98,9 @@ class HfModel:
             given["inputs_embeds"] = inputs.to(self.dtype)[None]
         else:
             given["input_ids"] = (inputs[queries.rows] if queries.by_row else inputs)[None]
-        return run(self.decoder, step, self.place, **given)[0]
+        # A compiler fuses torch's ops by itself, and does not look into a launch.
+        is_own = self.fused is None or isinstance(self.kernels, TracedKernels)
+        return run(self.decoder if is_own else self.fused, step, self.place, **given)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return logits_of(self.head, hidden)

@@ -1,5 +1,7 @@
 """Self-check: one short ragged batch through our attention and pages, against the model's own eager attention.
 
+What is compared with runs in the model's own modules, none of which has norms of ours.
+
 A layer that never calls attention is counted before weights are read. What no count shows, as a bias that a model adds
 to its scores by itself, shows in the logits. The longest sequence is at the last positions that are served, as if all
 tokens before it had left a window: a model that looks at the longest position of a batch, or at how many tokens a cache
@@ -64,7 +66,7 @@ def self_check(model: HfModel, source: str) -> SelfCheck:
     began = time.perf_counter()
     checks = [*_differences(model, source)]
     below = sys.maxsize if model.outline.windows else model.max_len
-    with narrowed(model.whole, _WINDOW, below) as has_windows:
+    with narrowed(model.whole, _WINDOW, below, model.fused) as has_windows:
         if has_windows:
             checks += _differences(model, source)
     differences = torch.cat(checks)
@@ -187,9 +189,11 @@ def _attending_eagerly(whole: Any) -> Iterator[None]:
 
 
 @contextmanager
-def narrowed(whole: Any, window: int, below: int = sys.maxsize) -> Iterator[bool]:
-    """Every window of the model that is shorter than `below`, narrowed for as long; whether there is one."""
+def narrowed(whole: Any, window: int, below: int = sys.maxsize, twin: Any = None) -> Iterator[bool]:
+    """Every window of the model, and of a twin of its layers, that is shorter than `below`, narrowed for as long;
+    whether there is one."""
     owners = [*whole.modules(), whole.config, whole.config.get_text_config()]
+    owners += [] if twin is None else twin.modules()
     owners += [one.config for one in whole.modules() if hasattr(one, "config")]
     found = {id(one): (one, _window_of(one)) for one in owners}
     kept = [(one, value) for one, value in found.values() if value is not None and value < below]

@@ -11,7 +11,8 @@ from phonograph.engine.ops.kernels import Angles, Heads, Norm, Op, Places
 from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.queries import Queries
-from phonograph.engine.ops.triton import rotate, rows, steps
+from phonograph.engine.ops.row_norm import RowNorm
+from phonograph.engine.ops.triton import norm_rows, rotate, rotate_halves, rows, steps
 from phonograph.engine.ops.triton.products import Products
 from phonograph.engine.ops.triton.rounds import TritonRounds
 from phonograph.engine.ops.tuning import Choice, Overlap, Product, Tuning
@@ -70,6 +71,14 @@ class TritonKernels:
 
     def joined_norms(self, parts: Sequence[torch.Tensor], norms: Sequence[Norm]) -> torch.Tensor:
         return rows.joined_norms(parts, norms, overlap=self._overlap)
+
+    def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, norm: RowNorm) -> torch.Tensor | None:
+        return norm_rows.norm_rows(x, weight, norm, overlap=self._overlap)
+
+    def rotate_halves(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return rotate_halves.rotate_halves(q, k, cos, sin, overlap=self._overlap)
 
     def norm_linear(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix
