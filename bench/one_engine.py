@@ -129,7 +129,9 @@ def main() -> None:
     parser.add_argument("label")
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--options", type=json.loads, default={}, help="engine options as JSON")
-    parser.add_argument("--plan", nargs="*", default=[], help="settings of the plan: decode.backend=full …")
+    parser.add_argument(
+        "--plan", nargs="*", default=[], help="settings of the plan: decode.backend=full decode.buckets=[1,32] …"
+    )
     parser.add_argument("--guard", help="refuse, report or off")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--decodes", nargs="*", type=int, default=Sizes.decodes, help="sequences that decode together")
@@ -139,7 +141,9 @@ def main() -> None:
     args = parser.parse_args()
     sizes = QUICK if args.quick else replace(Sizes(), decodes=tuple(args.decodes), w1_runs=args.w1_runs)
     asked = [ask("guard", args.guard, origin="--guard")] if args.guard else []
-    asked += [ask(*setting.split("=", 1), origin="--plan") for setting in args.plan]
+    for setting in args.plan:
+        name, value = setting.split("=", 1)
+        asked.append(ask(name, json.loads(value) if value.startswith("[") else value, origin="--plan"))
     if args.device == "cuda":
         torch.zeros(1, device="cuda")
     begin = time.time()
