@@ -28,15 +28,15 @@ import torch
 from phonograph import Graphed, Slot, graphed
 from phonograph.bench.engine_driver import EngineDriver
 from phonograph.bench.workloads import Prompts
-from phonograph.devices import Device, open_device
+from phonograph.devices import Device, Fence, open_device
 from phonograph.engine.checkpoints import random_checkpoint
-from phonograph.engine.execution.executor import Executor
-from phonograph.engine.execution.step_timing import ALL_OF_FIRST, EVERY, StepTiming
+from phonograph.engine.execution.step_timing import ALL_OF_FIRST, EVERY, StepTiming, TimedSteps
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.process.core_loop import STATS_SECONDS
 from phonograph.engine.process.statistics import engine_stats
-from phonograph.graphs.phases.decisions import Reason, RunEagerly, ShapeKey, Stats
+from phonograph.engine.requests.step import kind_of
+from phonograph.graphs.phases.decisions import Reason, ReplayCounts, RunEagerly, Stats
 from phonograph.graphs.progress import silent
 from phonograph.server.observe.metrics import Metrics
 
@@ -47,14 +47,6 @@ _STEPS = 50
 _SEQS = 4
 _TINY: dict[str, Any] = {"max_seqs": 4, "max_tokens": 64, "max_len": 128}
 Figures = dict[str, Any]
-
-
-class Uncounted(Stats):
-    """Counts nothing; the call alone is left."""
-
-    def count_replay(self, key: ShapeKey, used: int) -> None: ...
-
-    def count_eager(self, decision: RunEagerly, phase: str) -> None: ...
 
 
 def cost_us(call: Callable[[], object], device: Device, rounds: int) -> float:
@@ -88,21 +80,27 @@ def alone(llm: LLM, rounds: int) -> Figures:
     """Microseconds of each kind of count."""
     executor, device = llm.executor, llm.device
     runner = executor.runners["decode"]
-    key, counted = next(iter(runner.stats.replays)), Stats()
+    replayed, counted = ReplayCounts(), Stats()
     refusal = RunEagerly(Reason.DISABLED, "the backend of decode is disabled")
     begun, done = device.fence(timed=True), device.fence(timed=True)
     begun.record()
     done.record()
     device.synchronize()
-    phase, timing = runner.phase.name, StepTiming(device, 4)
-    counts, updates = Counts(), [()] * _SEQS
+    phase = runner.phase.name
+    steps = StepTiming(device, 4, executor.runners).steps
+    timed = steps[phase, "plain"]
+    counts, updates, tokens_per_row = Counts(), [()] * _SEQS, 1
     measured = itertools.cycle([begun, *[None] * (EVERY - 1)])
     for _ in range(ALL_OF_FIRST):
-        timing.begin(phase, "plain")
+        timed.begin()
+
+    def begin() -> Fence | None:
+        return steps[phase, kind_of(tokens_per_row)].begin()
+
     calls: dict[str, Callable[[], object]] = {
-        "replays and rows by key": lambda: counted.count_replay(key, _SEQS),
-        "device time: the fence before one step in eight": lambda: timing.begin(phase, "plain"),
-        "device time: read and added": lambda: timing.add((phase, "replay", "plain"), next(measured), done),
+        "replays and rows by key": lambda: replayed.add(_SEQS),
+        "device time: the fence before one step in sixteen": begin,
+        "device time: read and added": lambda: timed.add("replay", next(measured), done),
         "steps and tokens": lambda: counts.count(updates),
         "whether stats are due": lambda: time.monotonic() >= STATS_SECONDS,
     }
@@ -129,13 +127,12 @@ def apart(llm: LLM, rounds: int) -> Figures:
 
 
 @contextmanager
-def uncounted(executor: Executor) -> Iterator[None]:
-    """Inside, the executor's runners count nothing, and no step is timed; calls that do nothing remain."""
+def uncounted() -> Iterator[None]:
+    """Inside, nothing is counted, and no step is timed; calls that do nothing remain."""
     with ExitStack() as stack:
-        for runner in executor.runners.values():
-            stack.enter_context(patch.object(runner, "stats", Uncounted()))
-        stack.enter_context(patch.object(executor.timing, "begin", lambda phase, kind: None))
-        stack.enter_context(patch.object(executor.timing, "add", lambda step, begun, done: None))
+        counting = (ReplayCounts, "add"), (Stats, "count_eager"), (TimedSteps, "begin"), (TimedSteps, "add")
+        for counter, name in counting:
+            stack.enter_context(patch.object(counter, name, lambda *counted: None))
         yield
 
 
@@ -173,7 +170,7 @@ def by_steps(llm: LLM, rounds: int) -> Figures:
         return min(statistics.fmean(times[at : at + EVERY]) for at in range(0, _STEPS - EVERY + 1, EVERY))
 
     def without() -> float:
-        with uncounted(llm.executor):
+        with uncounted():
             return counted()
 
     return compared(counted, without, rounds)
@@ -190,18 +187,21 @@ def by_calls(device: Device, rounds: int) -> Figures:
         facts="off",
     )
     run.capture(silent)
-    batch, own, none = torch.ones(2, 4, device=device.torch_device), run.runner.stats, Uncounted()
+    batch = torch.ones(2, 4, device=device.torch_device)
 
-    def seconds(stats: Stats) -> float:
-        run.runner.stats = stats
+    def counted() -> float:
         device.synchronize()
         begin = time.thread_time()
         for _ in range(_STEPS):
             run(batch)
         return (time.thread_time() - begin) / _STEPS
 
-    seconds(own)
-    return compared(lambda: seconds(own), lambda: seconds(none), rounds)
+    def without() -> float:
+        with uncounted():
+            return counted()
+
+    counted()
+    return compared(counted, without, rounds)
 
 
 def rounded(figures: Any) -> Any:
@@ -234,7 +234,7 @@ def main() -> None:
     for title, part in figures.items():
         print(title if isinstance(part, dict) else f"{title}: {part}")
         for name, value in part.items() if isinstance(part, dict) else ():
-            print(f"  {name:<48} {value}")
+            print(f"  {name:<50} {value}")
     print(report.write(f"counters_{device.name}", figures, args.out))
 
 

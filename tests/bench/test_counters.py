@@ -26,7 +26,7 @@ def test_without_counting_nothing_is_counted_and_afterwards_all_is_again() -> No
     replays, seconds = stats.replays.total(), driver.device_total
     assert replays
     assert seconds > 0
-    with counters.uncounted(llm.executor):
+    with counters.uncounted():
         driver.steady(4)
     assert (stats.replays.total(), driver.device_total) == (replays, seconds)
     driver.steady(4)

@@ -49,6 +49,7 @@ GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 SLOW = replace(GREEDY, grammar=GrammarSpec("lark", "slow"))
 WRONG = replace(GREEDY, grammar=GrammarSpec("lark", "wrong"))
 PANIC = replace(GREEDY, grammar=GrammarSpec("lark", "panic"))
+INTERRUPTED = replace(GREEDY, grammar=GrammarSpec("lark", "interrupted"))
 
 
 class Sevens:
@@ -61,6 +62,10 @@ class Sevens:
 
     def accept(self, token: int) -> None:
         assert token == 7
+
+
+class Panic(BaseException):
+    """As that of a Rust library."""
 
 
 class SlowGrammars:
@@ -76,7 +81,9 @@ class SlowGrammars:
         if spec.text == "wrong":
             raise RequestError("the grammar makes no sense")
         if spec.text == "panic":
-            raise KeyboardInterrupt("no Exception")
+            raise Panic("no Exception")
+        if spec.text == "interrupted":
+            raise KeyboardInterrupt
         assert self.let_go.wait(60)
         return [Sevens() for _ in range(count)]
 
@@ -203,6 +210,13 @@ def test_a_compiler_that_breaks_breaks_nothing_else(front: Front) -> None:
     assert "no Exception" not in said.error  # nothing of the inside
     assert said.field == "grammar"
     assert len(front.tokens("plain")) == 5
+
+
+def test_a_ctrl_c_while_a_grammar_is_compiled_is_no_refusal(llm: LLM, grammars: SlowGrammars) -> None:
+    core = EngineCore(llm.core.scheduler, llm.executor, grammars)
+    with pytest.raises(KeyboardInterrupt):
+        core.add(Request("interrupted", (3, 4, 5), INTERRUPTED, arrival=time.monotonic()))
+    assert not core.scheduler.counts.waiting
 
 
 def test_a_deadline_holds_while_a_grammar_is_compiled(front: Front) -> None:

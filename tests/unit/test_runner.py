@@ -35,6 +35,7 @@ from phonograph import (
     graph_break,
     verify,
 )
+from phonograph.graphs.phases.decisions import ReplayCounts
 from phonograph.graphs.phases.phase import sample_from
 from phonograph.graphs.progress import silent
 from runners import WIDTH, equal, make_runner, phase_plan, rows, sample_x, x_slot
@@ -656,6 +657,20 @@ def test_state_that_only_small_buckets_write_is_restored_too(device: Device) -> 
 
     make_runner(body, device)
     equal(steps, torch.zeros(1))
+
+
+def test_counts_of_a_recording_go_on_when_it_is_made_again(device: Device) -> None:
+    runner, key = make_runner(double, device), ShapeKey("decode", "seqs", 4)
+    runner.run({"x": rows(device, 3)})
+    runner.capture(silent)
+    runner.run({"x": rows(device, 4)})
+    assert runner.stats.replays == {key: 2}
+    assert runner.stats.recordings[key] == ReplayCounts(2, 7)
+    assert runner.stats.recordings[key].padding(4) == 1 / 8
+    runner.stats.clear()
+    assert runner.stats.replays == {}
+    runner.run({"x": rows(device, 3)})
+    assert runner.stats.recordings[key] == ReplayCounts(1, 3)
 
 
 class TestRepeat:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from phonograph import __version__
+from phonograph import __version__, interrupts
 from phonograph.cli import bench, chat, doctor, explain, generate, run_batch, serve, verify
 from phonograph.errors import PhonographError
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # after a bar that was being drawn
-        return 130
+        return interrupts.STATUS
     return status
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from phonograph import interrupts
 from phonograph.cli.flags import add_engine_flags, arguments_from
 from phonograph.errors import PlanError
 from phonograph.graphs.progress import bar
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
         _refuse_own_input(given, args.output)
         done = resumed(Path(args.output)) if args.resume else Done()
         progress = BatchProgress(sys.stderr, count_lines(Path(args.input)) if Path(args.input).is_file() else None)
-        with _opened(args.output, "ab" if args.resume else "wb", 1, "--output") as output:
+        opened = _opened(args.output, "ab" if args.resume else "wb", 1, "--output")
+        with opened as output, interrupts.left_to_asyncio():
             tally = asyncio.run(_answered(args, given, output, done, progress))
     return 1 if tally.failed else 0
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from phonograph import interrupts
 from phonograph.cli.flags import add_engine_flags, arguments_from
 from phonograph.errors import PlanError
 from phonograph.graphs.progress import bar
@@ -165,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         for stream in (sys.stdout, sys.stderr):
             _written(stream, stream.flush)
-    return 130 if early is signal.SIGINT else 0
+    return interrupts.STATUS if early is signal.SIGINT else 0
 
 
 def _logging(name: str) -> int:
@@ -237,8 +238,10 @@ def _run(work: Coroutine[None, None, signal.Signals | None]) -> signal.Signals |
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(work)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        new_loop = None
+    else:
+        new_loop = uvloop.new_event_loop
+    with interrupts.left_to_asyncio(), asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(work)
 
 

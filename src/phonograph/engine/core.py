@@ -105,7 +105,7 @@ class EngineCore(Generic[E]):
             raise RequestError(f"request {request.id}: {problem}", field=grammar.field)
         try:
             return self._grammars.start(grammar, request.params.n)
-        except RequestError:
+        except (RequestError, KeyboardInterrupt):
             raise
         except BaseException as error:  # a panic of the Rust library is one, and must not end all other requests
             log.warning("compiling a %s grammar failed: %s: %s", grammar.kind, type(error).__name__, error)

@@ -16,7 +16,6 @@ from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.inputs.slot import Pad, Slot
 from phonograph.graphs.inputs.tree import leaves
 from phonograph.graphs.phases.buckets import Buckets
-from phonograph.graphs.phases.decisions import Stats
 from phonograph.graphs.phases.phase import SampleFunction
 from phonograph.graphs.progress import silent
 from phonograph.graphs.recording.tensor_state import SavedState, generators_restored
@@ -157,7 +156,7 @@ class DecodeRecording:
         else:
             undo()
             refusal = self._difference(self.step(tensors), plain, after)
-            runner.stats = Stats()
+            runner.stats.clear()
         if refusal is not None:
             self.run.release()
         return refusal

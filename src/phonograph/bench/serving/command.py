@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phonograph import interrupts
 from phonograph.errors import PlanError
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise PlanError(f"bench serve needs {error.name}. Run: pip install 'phonograph[bench]'") from None
     _check_files(args)
-    test = asyncio.run(_run(args))
+    with interrupts.left_to_asyncio():
+        test = asyncio.run(_run(args))
     summary = summarise(test.outcomes)
     print(_heading(args, test))
     print(table(summary))

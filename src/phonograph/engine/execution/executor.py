@@ -16,7 +16,7 @@ from phonograph.engine.execution.reproducer_files import EngineState
 from phonograph.engine.execution.shadow import Shadow, Shadowing, expect_exact
 from phonograph.engine.execution.step_builder import StepTables
 from phonograph.engine.execution.step_order import StepOrder
-from phonograph.engine.execution.step_timing import StepTiming
+from phonograph.engine.execution.step_timing import StepTiming, TimedSteps
 from phonograph.engine.models.interface import Model
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.column_use import check_column_use
@@ -49,7 +49,8 @@ class Launched:
     """A step in flight; its results are being copied to the host."""
 
     step: Step
-    phase: str
+    timed: TimedSteps
+    """All of its phase and kind."""
     path: str
     """`replay` or `eager`."""
     begun: Fence | None
@@ -110,7 +111,7 @@ class Executor:
             most = limits.max_seqs * limits.tokens_per_row
             pooled = (limits.max_seqs, model.config.hidden) if any(one.pools for one in passes) else None
             self._readback = Readback(device, most, depth, limits.num_places, pooled)
-        self.timing = StepTiming(device, depth)
+        self.timing = StepTiming(device, depth, self.passes)
         self._order = StepOrder()
         self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config, model.weights)
         if shadow is not None:
@@ -201,13 +202,14 @@ class Executor:
         Each step is launched once, in the order in which they were built.
         """
         self._order.take(step)
-        begun = self.timing.begin(step.pass_name, kind_of(step.tokens_per_row))
+        timed = self.timing.steps[step.pass_name, kind_of(step.tokens_per_row)]
+        begun = timed.begin()
         if step.updates is not None:
             self.tables.apply(step.updates)
         runner = self.runners[step.pass_name]
         picked = self._run(runner, step)
         path = "replay" if isinstance(runner.last, Replay) else "eager"
-        return Launched(step, runner.phase.name, path, begun, self._readback.start(picked))
+        return Launched(step, timed, path, begun, self._readback.start(picked))
 
     @torch.inference_mode()
     def put_back(self, undone: Undone) -> None:
@@ -222,8 +224,7 @@ class Executor:
             order.check_collect(step)
         sampled = launched.pending.wait()
         order.collected = step.serial
-        kind = kind_of(step.tokens_per_row)
-        self.timing.add((launched.phase, launched.path, kind), launched.begun, launched.pending.fence)
+        launched.timed.add(launched.path, launched.begun, launched.pending.fence)
         return sampled
 
     @torch.inference_mode()

@@ -269,5 +269,5 @@ def _coverage_stats(covered: Coverage) -> CoverageStats:
 
 
 def _recording_stats(key: ShapeKey, stats: Stats, num_bytes: int) -> RecordingStats:
-    replays, used = stats.replays[key], stats.used_rows[key]
-    return RecordingStats(str(key), key.size, key.axes, 0, num_bytes, replays, used)
+    counts = stats.recordings[key]
+    return RecordingStats(str(key), key.size, key.axes, 0, num_bytes, counts.replays, counts.used_rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -111,19 +111,39 @@ class RunEagerly:
 Decision = Replay | RunEagerly
 
 
+@dataclass(slots=True)
+class ReplayCounts:
+    """Counts of one recording: how often it was replayed, and for how many rows."""
+
+    replays: int = 0
+    used_rows: int = 0
+
+    def add(self, used: int) -> None:
+        """Count a replay for so many rows."""
+        self.replays += 1
+        self.used_rows += used
+
+    def padding(self, size: int) -> float:
+        """The share of the rows that was padding so far, of a recording of this size."""
+        rows = self.replays * size
+        return 1 - self.used_rows / rows if rows else 0.0
+
+
 @dataclass
 class Stats:
     """Counts of one runner: every call is a replay or has a reason."""
 
-    replays: Counter[ShapeKey] = field(default_factory=Counter)
-    used_rows: Counter[ShapeKey] = field(default_factory=Counter)
+    recordings: defaultdict[ShapeKey, ReplayCounts] = field(default_factory=lambda: defaultdict(ReplayCounts))
+    """Also of those that are released. Who replays a recording looks its counts up once and keeps them: to hash the key
+    at every replay takes longer than to count."""
     eager: Counter[Reason] = field(default_factory=Counter)
     details: dict[Reason, str] = field(default_factory=dict)
     """The latest detail of each reason."""
 
-    def count_replay(self, key: ShapeKey, used: int) -> None:
-        self.replays[key] += 1
-        self.used_rows[key] += used
+    @property
+    def replays(self) -> Counter[ShapeKey]:
+        """By recording that was replayed."""
+        return Counter({key: counts.replays for key, counts in self.recordings.items() if counts.replays})
 
     def count_eager(self, decision: RunEagerly, phase: str) -> None:
         """Count the call; the first for each reason is logged, except stale facts, which are logged one by one."""
@@ -134,7 +154,9 @@ class Stats:
         self.eager[decision.reason] += 1
         self.details[decision.reason] = decision.detail
 
-    def padding(self, key: ShapeKey) -> float:
-        """The share of a recording's rows that was padding so far."""
-        rows = self.replays[key] * key.size
-        return 1 - self.used_rows[key] / rows if rows else 0.0
+    def clear(self) -> None:
+        """Begin anew, with the same objects: recordings hold theirs."""
+        for counts in self.recordings.values():
+            counts.replays = counts.used_rows = 0
+        self.eager.clear()
+        self.details.clear()

@@ -9,7 +9,7 @@ from typing import Any
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.registry import Prepared, Registry
 from phonograph.graphs.inputs.tree import Keep
-from phonograph.graphs.phases.decisions import ShapeKey
+from phonograph.graphs.phases.decisions import ReplayCounts, ShapeKey
 from phonograph.graphs.recording.backends import Recording
 from phonograph.graphs.recording.carried import Carried
 from phonograph.graphs.recording.outputs import trim
@@ -32,7 +32,7 @@ class Loaded:
     """What the buffers hold: a recording's inputs, as they were loaded."""
 
     key: ShapeKey
-    recording: Recording
+    entry: RecordingEntry
     outputs: Any
     used: int
     num_loads: int
@@ -58,8 +58,10 @@ class RecordingEntry:
         trimming: Trimming,
         carried: Carried,
         kept: Keep,
+        counts: ReplayCounts,
     ) -> None:
         self.recording = recording
+        self.counts = counts
         self.carried = carried
         self.padded = padded
         self.axes = trimming.axes

@@ -18,8 +18,8 @@ def explained(runner: Runner) -> str:
     if runner.captured:
         lines.append(f"  {'recording':<28} {'graphs':>6} {'replays':>9} {'padding':>8}")
         for key in sorted(runner.captured, key=lambda key: key.in_table_order):
-            num_graphs = len(runner.recording(key).graphs)
-            lines.append(f"  {key!s:<28} {num_graphs:>6} {stats.replays[key]:>9} {stats.padding(key):>8.1%}")
+            num_graphs, counts = len(runner.recording(key).graphs), stats.recordings[key]
+            lines.append(f"  {key!s:<28} {num_graphs:>6} {counts.replays:>9} {counts.padding(key.size):>8.1%}")
     lines += [f"  {note}" for note in runner.backend.notes]
     for row in report.failures if report else ():
         lines.append(f"  {row.key} stays eager: {row.error}")

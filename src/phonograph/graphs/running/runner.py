@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -65,7 +65,7 @@ class Runner:
         self.registry = Registry(device, phase.slots, phase.all_dims, owner=phase.name, adopt=phase.adopt)
         backend = BACKENDS[plan.backend](device, self.memory, backend_options(options, phase))
         self.backend = DebugBackend(backend) if options.debug else backend
-        self.stats = Stats()
+        self.stats: Final = Stats()
         self.report: CaptureReport | None = None
         self.verified: Verified | None = None
         """How much of the current recordings was verified."""
@@ -163,9 +163,9 @@ class Runner:
     def _admit(self, captured: Captured) -> CaptureReport:
         report = self.report = replace(captured.report, left_out=self.selection.left_out if self.selection else ())
         for key, recording in captured.recordings.items():
-            trimming = captured.trimmings[key.group]
-            padded, carried = self.phase.padded(key.size), captured.carried[key]
-            self._entries[key] = RecordingEntry(recording, padded, trimming, carried, self.output_buffers.standing.kept)
+            trimming, carried, counts = captured.trimmings[key.group], captured.carried[key], self.stats.recordings[key]
+            padded, kept = self.phase.padded(key.size), self.output_buffers.standing.kept
+            self._entries[key] = RecordingEntry(recording, padded, trimming, carried, kept, counts)
         self.stale.begin(captured.facts)
         for row in report.failures:
             self._refused[row.key] = RunEagerly(Reason.CAPTURE_FAILED, f"the capture of {row.key} failed")
@@ -330,8 +330,8 @@ class Runner:
                     f"repeating {self.phase.name}: the buffers don't hold its last batch any more. "
                     "Ask can_repeat first, and call run() where it says no."
                 )
-            loaded.recording.replay()
-            self.stats.count_replay(loaded.key, loaded.used)
+            loaded.entry.recording.replay()
+            loaded.entry.counts.add(loaded.used)
             return self._owned(loaded.outputs, self.output_buffers.standing.kept)
         finally:
             self.pool.in_use.release()
@@ -350,7 +350,7 @@ class Runner:
         if tail is None and not entry.recording.has_gaps:
             entry.recording.replay()
             if phase.host_plan is None:
-                self._loaded = Loaded(key, entry.recording, result, used[phase.bucketed], self.registry.num_loads)
+                self._loaded = Loaded(key, entry, result, used[phase.bucketed], self.registry.num_loads)
         else:
             live = self.registry.live(batch, extent, kwargs=kwargs, without=phase.without)
             with entering(replace(self._entry_now, batch=live.batch)):
@@ -360,7 +360,7 @@ class Runner:
         if self.options.debug:
             self.stats.count_eager(RunEagerly(Reason.DEBUG, f"the body runs in the place of {key}"), phase.name)
         else:
-            self.stats.count_replay(key, used[phase.bucketed])
+            entry.counts.add(used[phase.bucketed])
         return self._owned(result, self.output_buffers.standing.kept if tail is None else self._kept_eagerly)
 
     def _eager(self, decision: RunEagerly, batch: Any, kwargs: Mapping[str, Any], used: dict[str, int]) -> Any:
