@@ -2,6 +2,7 @@
 
 Run: python bench/piecewise.py [--shape qwen3-8b] [--only full breakable tc_eager tc_inductor] > lines.jsonl
      python bench/piecewise.py --quick --shape tiny --device emulated --only full breakable tc_eager
+Where steps are wanted and not starts, `--plan` with a few buckets and `--guard off` leave out most of the time.
 Inductor is started twice: with a new folder of compiled code (`cold`, the start alone), and with what
 that left there (`warm`, all measurements). Prints a line of JSON for each process (bench/one_engine.py).
 """
@@ -37,6 +38,8 @@ def measured(label: str, name: str, args: argparse.Namespace, variables: Mapping
         json.dumps(args.options),
         "--plan",
         *PLANS[name],
+        *args.plan,
+        *(("--guard", args.guard) if args.guard else ()),
         *(("--quick",) if args.quick else ()),
         *more,
     ]
@@ -57,6 +60,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="*", choices=PLANS, default=list(PLANS)[:4])
     parser.add_argument("--options", type=json.loads, default={}, help="engine options as JSON")
+    parser.add_argument("--plan", nargs="*", default=[], help="further settings of every plan: decode.buckets=[1,32] …")
+    parser.add_argument("--guard", help="refuse, report or off")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seconds", type=float, default=600.0, help="the most that one process may take")
     args = parser.parse_args()
