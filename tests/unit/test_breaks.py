@@ -385,7 +385,7 @@ def test_a_gap_may_call_another_runner(device: Device) -> None:
         return result
 
     runner = broken(lambda batch: gap(batch["x"] + 1) + 1, device)
-    inner.stats.replays.clear()
+    inner.stats.clear()
     equal(runner.run({"x": rows(device, 4)}), (rows(device, 4) + 1) * 3 + 1)
     assert inner.stats.replays.total() == 1
 
