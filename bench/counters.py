@@ -155,7 +155,7 @@ def compared(counted: Callable[[], float], without: Callable[[], float], rounds:
 def by_steps(llm: LLM, rounds: int) -> Figures:
     """Steady decode steps of an engine; the device is drained before each, so that the host's work alone is timed."""
     driver, prompts = EngineDriver(llm), Prompts(llm.executor.vocab)
-    llm.executor.timing.every = EVERY  # as in service; of which each mean has one
+    llm.executor.timing.every = EVERY  # as in service; of which a mean has one or so
 
     def counted() -> float:
         driver.seat([prompts.one(9) for _ in range(_SEQS)], 2 * _STEPS)

@@ -52,7 +52,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     # it, and can't be imported again. A process that imports has nothing to clean up.
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            os._exit(STATUS)
+            _end(number, frame)
         frame = frame.f_back
     raise KeyboardInterrupt
 

@@ -68,6 +68,24 @@ def of_draft(core: EngineCore[Executor]) -> Runner:
     return core.executor.runners[DRAFT.name]
 
 
+@every_drafter
+def test_a_pass_that_raises_costs_drafts_and_no_token(
+    drafting: Drafting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a drafter that raises does: tokens are picked before."""
+    core, fails = speculating(drafting, "disabled"), iter(range(10_000))
+
+    def run(batch: PickedPlaces) -> object:
+        if next(fails) % 2:
+            raise RuntimeError("no memory for drafts")
+        return served(batch)
+
+    served = of_draft(core).run
+    monkeypatch.setattr(of_draft(core), "run", run)
+    check(Driver(core, every=1).run(REQUESTS[:6]))
+    assert "draft failed, and its rows go on as they are: RuntimeError: no memory for drafts" in caplog.text
+
+
 # -- one launch -----------------------------------------------------------------------------------------------
 
 

@@ -76,7 +76,7 @@ class GraphedGrid:
 
     @property
     def replays(self) -> int:
-        return sum(run.stats.replays.total() for run in self.by_size.values())
+        return sum(run.stats.num_replays for run in self.by_size.values())
 
     @property
     def eager(self) -> Counter[Reason]:

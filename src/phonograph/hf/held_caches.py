@@ -46,7 +46,7 @@ class HeldCaches:
 
     @property
     def replays(self) -> int:
-        return self._given_back["replays"] + sum(run.stats.replays.total() for run in self._runs())
+        return self._given_back["replays"] + sum(run.stats.num_replays for run in self._runs())
 
     @property
     def eager_steps(self) -> int:
@@ -88,7 +88,7 @@ class HeldCaches:
     def release(self, recording: DecodeRecording) -> None:
         if recording.run is not None:
             stats = recording.run.stats
-            self._given_back.update(replays=stats.replays.total(), eager=stats.eager.total())
+            self._given_back.update(replays=stats.num_replays, eager=stats.eager.total())
             recording.run.release()
 
     def _give_back(self, key: tuple[Any, ...]) -> None:

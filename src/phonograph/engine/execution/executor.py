@@ -29,7 +29,7 @@ from phonograph.engine.sampling.sampler import Sampler, check_declared
 from phonograph.engine.state.column import TableSizes
 from phonograph.engine.state.columns import MASKS, PENALTIES, PLACE, TOKEN_MASKS
 from phonograph.engine.state.tables import RequestTables
-from phonograph.errors import DeclarationError, PlanError, allocating
+from phonograph.errors import CoverageError, DeclarationError, PlanError, VerifyError, allocating
 from phonograph.graphs.inputs.pool import BufferPool
 from phonograph.graphs.phases.decisions import Replay
 from phonograph.graphs.phases.phase import Phase
@@ -242,8 +242,18 @@ class Executor:
             return _picked(runner.repeat())
         picked = _picked(self._serve(chosen, chosen.batch(step), is_checked=is_checked, repeats=repeats))
         if chosen.then is not None and picked.handed is not None:
-            self._serve(self.passes[chosen.then], picked.handed, is_checked=is_checked)
+            self._follow(self.passes[chosen.then], picked.handed, is_checked=is_checked)
         return picked
+
+    def _follow(self, chosen: Pass, batch: Any, *, is_checked: bool) -> None:
+        """Run the pass after another, whose tokens are picked: but for what is checked or strict, no token depends on
+        it."""
+        try:
+            self._serve(chosen, batch, is_checked=is_checked)
+        except (CoverageError, VerifyError):
+            raise
+        except Exception as error:
+            log.warning("%s failed, and its rows go on as they are: %s: %s", chosen.name, type(error).__name__, error)
 
     def _serve(self, chosen: Pass, batch: Any, *, is_checked: bool, repeats: bool = False) -> object:
         runner = self.runners[chosen.name]

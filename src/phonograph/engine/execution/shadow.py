@@ -25,7 +25,7 @@ log = logging.getLogger("phonograph")
 
 
 class MistrustedStepError(VerifyError):
-    """A replay differed from the eager path; the tables are as before the step, and its recording is released."""
+    """A replay differed from the eager path; the tables are as before its pass, and its recording is released."""
 
 
 @dataclass(frozen=True)

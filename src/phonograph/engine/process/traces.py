@@ -123,9 +123,7 @@ class Traces:
         )
 
     def _counted(self) -> Counted:
-        return {
-            name: (runner.stats.replays.total(), dict(runner.stats.eager)) for name, runner in self._runners.items()
-        }
+        return {name: (runner.stats.num_replays, dict(runner.stats.eager)) for name, runner in self._runners.items()}
 
     def _since(self, before: Counted) -> tuple[PassCounts, ...]:
         found = []

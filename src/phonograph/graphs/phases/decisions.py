@@ -141,8 +141,13 @@ class Stats:
     """The latest detail of each reason."""
 
     @property
+    def num_replays(self) -> int:
+        """Of all recordings."""
+        return sum(counts.replays for counts in self.recordings.values())
+
+    @property
     def replays(self) -> Counter[ShapeKey]:
-        """By recording that was replayed."""
+        """By recording that was replayed; a copy."""
         return Counter({key: counts.replays for key, counts in self.recordings.items() if counts.replays})
 
     def count_eager(self, decision: RunEagerly, phase: str) -> None:

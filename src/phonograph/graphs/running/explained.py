@@ -29,7 +29,7 @@ def explained(runner: Runner) -> str:
     lines += [f"  verified: {runner.verified.summary}"] if runner.verified else []
     lines += [f"  left out: {one}" for one in (runner.selection.left_out if runner.selection else ())]
     lines += [f"  {key} is served by {other}" for key, other in runner.standing_in.items()]
-    lines.append(f"  {stats.replays.total()} replays, {stats.eager.total()} eager calls")
+    lines.append(f"  {stats.num_replays} replays, {stats.eager.total()} eager calls")
     for reason, count in stats.eager.most_common():
         lines.append(f"    {count} {reason.value}: {stats.details[reason]}")
     if runner.facts:
