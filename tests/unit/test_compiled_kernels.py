@@ -88,6 +88,7 @@ def test_the_search_for_what_came_before_compiles(depth: int) -> None:
 @pytest.mark.parametrize("width", [1, 4, 5])
 def test_acceptance_compiles(width: int) -> None:
     fixed = {"none": -3, "no_draft": -4, "has_drafts": width > 1, "width": width, "columns": 8, "block": 32}
+    fixed["by_row"] = width == 1
     assert compiled("triton.rounds", "_accept", fixed, "*i64", warps=1)["cubin"] > 1000
 
 
