@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from packaging.version import Version
 
 VOCAB, WINDOW = 64, 6
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -27,6 +28,8 @@ _GPT = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": VOCAB, "n_positio
 _ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 8, "partial_rotary_factor": 1.0}
 _LONG = {**_ROPE, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 
+LONGROPE = "Phi3RotaryEmbedding.inv_freq" if Version(hf.__version__) < Version("5.23") else ""
+"""From that version on, the table of long positions is chosen on the device, and written in place."""
 WINDOWED = "StaticSlidingWindowLayer.cumulative_length_int"
 """A sliding window counts its tokens in Python, and branches on the count."""
 
@@ -74,7 +77,7 @@ DECODERS = {
     "gpt_oss": Family(lambda: hf.GptOssConfig(**_SLIDING, num_local_experts=2, num_experts_per_tok=1), WINDOWED),
     "phi3, longrope": Family(
         lambda: hf.Phi3Config(**_GROUPED, original_max_position_embeddings=8, rope_parameters=_LONG),
-        "Phi3RotaryEmbedding.inv_freq",
+        LONGROPE,
     ),
     "llama, dynamic rope": Family(
         lambda: hf.LlamaConfig(

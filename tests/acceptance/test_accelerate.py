@@ -11,11 +11,13 @@ import torch
 pytest.importorskip("transformers")
 import transformers
 
-from hugging_face import DECODERS, VOCAB, WINDOW, Family, made, prompt
+from hugging_face import DECODERS, LONGROPE, VOCAB, WINDOW, Family, made, prompt
 from phonograph.hf import accelerate
 
+DROPPED = "the model has replaced the cache"
+"""Phi-3 begins its cache anew where positions become long."""
 REFUSED = {
-    "phi3, longrope": ("Phi3RotaryEmbedding.inv_freq", "the model has replaced the cache"),
+    "phi3, longrope": (LONGROPE or DROPPED, DROPPED),
     "llama, dynamic rope": ("dynamic_frequency_update",),
     "falcon": ("would freeze a host constant",),
     "mpt": ("use_cache is False",),
@@ -72,7 +74,7 @@ def test_a_generation_has_the_bits_of_transformers(name: str, length: int) -> No
             assert torch.equal(found[0], wanted[0]), fast.explain()
             assert torch.equal(found[1], wanted[1]), fast.explain()
     if name in REFUSED:
-        assert fast.replays == 0
+        assert fast.replays == 0 or (name == "phi3, longrope" and not LONGROPE)
         assert any(said in reason for said in REFUSED[name] for reason in [*fast.eager_steps, *fast.declined])
     else:
         assert fast.replays >= 4 * (2 * WINDOW - 1) - 4, fast.explain()
