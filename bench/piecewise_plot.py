@@ -26,7 +26,7 @@ def draw(results: Path, path: Path) -> None:
     """A panel for each figure, a bar for each backend: layers of our own beside those of transformers."""
     check_plot(path)
     found = json.loads(results.read_text())
-    lines = {line["label"]: line for line in found["lines"] if "decode" in line}
+    lines = {line["label"].removesuffix(" warm"): line for line in found["lines"] if "decode" in line}
     figure = new_figure(9.6, 6.4)
     for axes, (title, value) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
         for number, (kind, color) in enumerate(KINDS.items()):

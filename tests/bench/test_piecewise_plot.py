@@ -14,12 +14,13 @@ def test_backends_that_were_measured_are_drawn(tmp_path: Path) -> None:
         "prefill": {"1 of 128": {"device_ms": 5.7}},
         "w1_tokens_s": [11_000.0, 11_128.6],
     }
-    lines = [{"label": "native full", **line}, {"label": "adapter disabled", **line}, {"label": "native tc-cold"}]
+    measured = ("native full", "native tc_piecewise warm", "adapter disabled")
+    lines = [*({"label": label, **line} for label in measured), {"label": "native tc_piecewise cold"}]
     results = tmp_path / "found.json"
     results.write_text(json.dumps({"machine": {"accelerator": "some GPU"}, "lines": lines}))
     draw(results, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
-    assert drawn.count("<!-- 11,129 -->") == 2
-    assert drawn.count("<!-- 3.88 -->") == 2
+    assert drawn.count("<!-- 11,129 -->") == 3
+    assert drawn.count("<!-- 3.88 -->") == 3
     assert "tc_piecewise" in drawn
     assert "some GPU" in drawn
