@@ -48,8 +48,7 @@ class Scheduler:
         self.shares_prompts = prefix_cache
         self.passes, self._mixed, self._clock = passes, mixed, clock
         self.width: StepWidth = WhereDrafted(limits)
-        self._catching_up = CatchingUp(limits)
-        self._live: dict[str, list[Sequence]] = {}
+        self._catching_up, self._live = CatchingUp(limits), dict[str, list[Sequence]]()
         self._followers: dict[Sequence, list[Sequence]] = {}
         """Siblings (n > 1), waiting until the first of their request has computed the prompt, which they then share."""
         self._waiting = WaitingQueue(limits.patience)
