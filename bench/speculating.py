@@ -31,8 +31,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,8 +57,9 @@ from phonograph.engine.execution.step_timing import EVERY
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.requests.request import SamplingParams
-from phonograph.engine.scheduling.step_width import StepWidth
+from phonograph.engine.scheduling.step_width import StepWidth, WhereDrafted
 from phonograph.errors import PlanError
+from phonograph.graphs.planning.settings import ask
 
 GOALS = {(4, 0.8): 2.3, (3, 0.7): 1.8, (2, 0.5): 1.3}
 """By depth and rate of acceptance: how many times as fast as plain decoding the 8B shape is to be."""
@@ -75,13 +76,20 @@ class Benchmark:
         """With a cache for all rows and no more, so that others may use the device too."""
         setting, changes = self.setting, dict(engine.changes)
         usual: dict[str, Any] = {"max_seqs": max(setting.batches), "max_len": setting.max_len, "dtype": setting.dtype}
+        decodes = "decode"
         if changes.get("speculate", "off") != "off":
-            usual |= {"speculate_depth": setting.depth, "speculate_when": "always"}
+            usual |= {"speculate_depth": setting.depth, "speculate_when": "pays"}
+            decodes = "target_verify"
         usual |= {"verify": "off", "prefix_cache": False, **changes}
+        sizes = [size for size in setting.curve if size <= usual["max_seqs"]]
+        asked = [ask("guard", "off", origin="benchmark"), ask(f"{decodes}.buckets", sizes, origin="benchmark")]
+        if decodes != "decode":
+            asked.append(ask("draft_extend.buckets", sizes, origin="benchmark"))
         usual.setdefault("cache_tokens", (usual["max_seqs"] + 4) * usual["max_len"])
         begun = time.perf_counter()
         with nullcontext() if engine.accepts == "right" else accepting(engine.accepts):
-            llm = LLM(engine.model or setting.model, device=setting.device, options=EngineOptions(**usual))
+            model = engine.model or setting.model
+            llm = LLM(model, device=setting.device, options=EngineOptions(**usual), asked=asked)
             # What runs eagerly later on, as tails of mixed steps do, accepts as recordings do.
             kernels: Any = llm.executor.model.kernels
             kernels.rounds = kernels.rounds
@@ -135,7 +143,8 @@ class Benchmark:
 
         def work(llm: LLM) -> Answers:
             prompts = [prompt.tokens for prompt in self.prompts(llm, self.setting.compared)]
-            return answers(llm, prompts, self.setting.new_tokens // 4)
+            with always(llm):
+                return answers(llm, prompts, self.setting.new_tokens // 4)
 
         plain, found = (yield Engine(), work), dict[str, Answers]()
         for name, changes in self.setting.drafters.items():
@@ -150,7 +159,8 @@ class Benchmark:
             first, found = _counts(llm), dict[str, Any]()
             for kind in sorted({prompt.kind for prompt in prompts}):
                 before, some = _counts(llm), [prompt.tokens for prompt in prompts if prompt.kind == kind]
-                llm.generate(some, SamplingParams(max_tokens=self.setting.new_tokens, temperature=0.0))
+                with always(llm):
+                    llm.generate(some, SamplingParams(max_tokens=self.setting.new_tokens, temperature=0.0))
                 found[kind] = {"prompts": len(some), **_rounds_between(before, _counts(llm))}
             return {"all": {"prompts": len(prompts), **_rounds_between(first, _counts(llm))}, **found}
 
@@ -166,7 +176,8 @@ class Benchmark:
         """Tokens a second with rounds always, and how many times plain decoding's."""
 
         def work(llm: LLM) -> tuple[dict[int, float], str]:
-            rates = self._by_batch(llm, self.setting.new_tokens)
+            with always(llm):
+                rates = self._by_batch(llm, self.setting.new_tokens)
             return rates, str(measured_costs(llm.executor.runners, llm.limits.tokens_per_row))
 
         plain = yield Engine(), partial(self._by_batch, new_tokens=self.setting.new_tokens)
@@ -195,7 +206,7 @@ class Benchmark:
         plain, _ = yield Engine(), work
         both, shares, singles = {"plain": plain}, dict[str, list[float]](), self.setting.single_drafters
         for name, changes in singles.items():
-            both[name], shares[name] = yield Engine.of(**changes, speculate_when="pays"), work
+            both[name], shares[name] = yield Engine.of(**changes), work
         found: Figures = {"batches": sizes, "tokens_per_s": both, "share_of_steps_that_were_rounds": shares}
         for name in singles:
             times = [rate / plain for rate, plain in zip(both[name], both["plain"], strict=True)]
@@ -226,7 +237,7 @@ class Benchmark:
         plain, again = (yield Engine(), rates), (yield Engine(), rates)
         found: Figures = {"noise": {f"{count}": round(1 - again[count] / rate, 4) for count, rate in plain.items()}}
         for name, changes in self.setting.single_drafters.items():
-            row = yield Engine.of(accepts=None, **changes, speculate_when="pays"), work
+            row = yield Engine.of(accepts=None, **changes), work
             best = {count: max(rate, again[count]) for count, rate in plain.items()}
             losses = {f"{count}": round(1 - rate / best[count], 4) for count, rate in row.pop("rates").items()}
             found[name] = {"losses": losses, **row, "goal": 0.02}
@@ -267,7 +278,8 @@ class Benchmark:
         """The large shape at batch 1 with acceptance at set rates, a random head's costs included."""
 
         def work(llm: LLM) -> tuple[float, Any]:
-            return self.rate(llm, 1, self.setting.new_tokens), llm.core.speculation and _counts(llm)
+            with always(llm):
+                return self.rate(llm, 1, self.setting.new_tokens), llm.core.speculation and _counts(llm)
 
         plain, _ = yield Engine.of(self.setting.shape, max_seqs=1), work
         found: Figures = {"plain": round(plain, 1)}
@@ -297,7 +309,7 @@ class Benchmark:
 
         found: Figures = {"plain": (yield Engine(), work)}
         for name, changes in self.setting.single_drafters.items():
-            found[name] = yield Engine.of(**changes, speculate_when="pays"), work
+            found[name] = yield Engine.of(**changes), work
         return found
 
     def _poisson(self, llm: LLM, per_second: float) -> Figures:
@@ -323,6 +335,17 @@ class Benchmark:
             "share_of_steps_that_were_rounds": _share_of_rounds(steps, _steps(llm)),
             "tokens_a_round": round((after.tokens - counts.tokens) / max(1, after.rounds - counts.rounds), 3),
         }
+
+
+@contextmanager
+def always(llm: LLM) -> Iterator[None]:
+    """Rounds wherever there are drafts, whether they pay or not."""
+    scheduler = llm.core.scheduler
+    before, scheduler.width = scheduler.width, WhereDrafted(llm.limits)
+    try:
+        yield
+    finally:
+        scheduler.width = before
 
 
 def _counts(llm: LLM) -> Any:

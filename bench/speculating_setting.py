@@ -23,7 +23,7 @@ class Setting:
     dtype: torch.dtype
     batches: tuple[int, ...]
     curve: tuple[int, ...]
-    """Batch sizes, rising."""
+    """Batch sizes, rising: those that decodes are recorded for."""
     new_tokens: int
     long_tokens: int
     """Of a sequence where no draft is accepted."""
@@ -55,7 +55,7 @@ class Setting:
 
 FULL = Setting(
     None, RandomCheckpoint(SHAPES["qwen3-8b"]), "cuda", torch.bfloat16, (1, 4, 16, 64, 256),
-    (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256), new_tokens=256,
+    (1, 2, 3, 4, 6, 8, 16, 32, 64, 96, 128, 192, 256), new_tokens=256,
     long_tokens=512, prompts=360, compared=200, requests=400, max_len=1024, depth=4, repeats=3,
 )  # fmt: skip
 TINY = replace(

@@ -14,7 +14,15 @@ from unittest.mock import patch
 
 import torch
 
-from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens, RoundKernels, RoundTokens
+from phonograph.engine.ops.kernels import (
+    AcceptedTokens,
+    LeftTokens,
+    NewTokens,
+    ReadMarks,
+    RoundKernels,
+    RoundTokens,
+    Unread,
+)
 from phonograph.engine.ops.layers.reference import ReferenceKernels
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.sampling.sampler import hashes
@@ -33,8 +41,16 @@ class _Inner:
     ) -> RoundTokens:
         return self.inner.spread(rows, drafts, last_token, length, vocab)
 
-    def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
-        self.inner.keep_drafts(drafts, rows, found)
+    def keep_drafts(
+        self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor, marks: ReadMarks | None = None
+    ) -> None:
+        self.inner.keep_drafts(drafts, rows, found, marks)
+
+    def leave(self, unread: Unread, new: NewTokens, taps: Sequence[torch.Tensor]) -> None:
+        self.inner.leave(unread, new, taps)
+
+    def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor) -> LeftTokens:
+        return self.inner.left(unread, rows, length)
 
     def keep(self, history: torch.Tensor, new: NewTokens) -> None:
         self.inner.keep(history, new)
