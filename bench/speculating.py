@@ -85,6 +85,8 @@ class Benchmark:
         asked = [ask("guard", "off", origin="benchmark"), ask(f"{decodes}.buckets", sizes, origin="benchmark")]
         if decodes != "decode":
             asked.append(ask("draft_extend.buckets", sizes, origin="benchmark"))
+        if setting.mixed:
+            asked.append(ask("prefill.buckets", list(setting.mixed), origin="benchmark"))
         usual.setdefault("cache_tokens", (usual["max_seqs"] + 4) * usual["max_len"])
         begun = time.perf_counter()
         with nullcontext() if engine.accepts == "right" else accepting(engine.accepts):
