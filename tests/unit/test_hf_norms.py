@@ -85,6 +85,57 @@ class OutputClamped(Plain):
         return super().scaled(x).clamp(-3.5, 3.5)
 
 
+class ResultClamped(Plain):
+    """At what a row of zeros but one reaches, where the weight is large."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(max=0.9 * WIDTH**0.5 * self.weight.max().item())
+
+
+class ResultBelow(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(min=-0.9 * WIDTH**0.5 * self.weight.abs().max().item())
+
+
+class ColumnBounded(Plain):
+    """In one column alone, whichever it is."""
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().scaled(x)
+        found[..., 11] = found[..., 11].clamp(-0.95 * WIDTH**0.5, 0.95 * WIDTH**0.5)
+        return found
+
+
+class Ranged(Plain):
+    """Rows of a size that most trials have not."""
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.pow(2).mean(-1, keepdim=True).sqrt()
+        return super().scaled(x) * torch.where((size > 6e3) & (size < 3e4), 0.5, 1.0)
+
+
+class Padded(Plain):
+    """Rows that have zeros."""
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return super().scaled(x) * torch.where((x == 0).any(-1, keepdim=True) & (x != 0).any(-1, keepdim=True), 2, 1)
+
+
+class OneSided(Plain):
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return super().scaled(x) * torch.where((x < 0).all(-1, keepdim=True), 3, 1)
+
+
+class ManyTokens(Plain):
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return super().scaled(x) * (1.5 if x.ndim == 3 and x.shape[1] > 1000 else 1.0)
+
+
+class TwoTokens(Plain):
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return super().scaled(x) * (1.5 if x.ndim == 3 and x.shape[1] == 2 else 1.0)
+
+
 class Scaled(Plain):
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         return super().scaled(x) * 1.0005
@@ -147,6 +198,60 @@ class Counting(Plain):
         return super().forward(x) * (2.0 if self.calls > 1000 else 1.0)
 
 
+class Peaked(Plain):
+    """Notes what it has seen in a tensor that is no buffer, as code that calibrates does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.peak.copy_(torch.maximum(self.peak, x.abs().amax().cpu()))
+        return super().forward(x)
+
+
+class Listing(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[int]] = {"shapes": []}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["shapes"].append(len(x))
+        return super().forward(x)
+
+
+class Buffering(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("last", x, persistent=False)
+        return super().forward(x)
+
+
+class Weighing(Plain):
+    """Writes its weight, by nothing most of the time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.mul_(1.0 if x.isfinite().all() else 1.5)
+        return super().forward(x)
+
+
+class Holding(Plain):
+    """Something of which nobody knows what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = iter(())
+
+
+class Around(Plain):
+    """Plain as a whole; the weight is applied around `forward`."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * super().__call__(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(x.to(torch.float32)).to(x.dtype)
+
+
 class Gated(Plain):
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x) * gate
@@ -160,11 +265,15 @@ class MaybeGated(Plain):
 
 UNLIKE: dict[type[Plain], str] = {
     **dict.fromkeys(
-        (Centred, Clamped, OutputClamped, Scaled, EpsOutside, AnotherEps, Finite, OverBatch, Cubic, InPlace, Wide),
+        (
+            *(Centred, Clamped, OutputClamped, ResultClamped, ResultBelow, ColumnBounded, Ranged, Padded, OneSided),
+            *(Scaled, EpsOutside, AnotherEps, Finite, OverBatch, OneToken, TwoTokens, ManyTokens, Cubic, InPlace, Wide),
+        ),
         "on trial rows no plain root-mean-square norm",
     ),
-    OneToken: "our kernel differs by more than rounding",
-    Counting: "state of its own",
+    **dict.fromkeys((Counting, Peaked, Listing, Buffering, Weighing), "state of its own"),
+    Holding: "no trial knows whether its attribute log, a tuple_iterator, is changed",
+    Around: "__call__ is not that of torch.nn.Module",
     Gated: "a trial raised TypeError",
 }
 
@@ -181,9 +290,28 @@ def rows(dtype: torch.dtype = torch.float32, width: int = WIDTH) -> torch.Tensor
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_what_is_not_a_plain_norm_is_left_alone(kind: type[Plain], dtype: torch.dtype) -> None:
     layers = tree(kind(), dtype=dtype)
+    weight, held = layers[0].weight.clone(), repr(sorted(vars(layers[0]).items()))  # type: ignore[operator]
     found = fused_norms(layers, TRITON)
     assert found.layers is layers
+    assert torch.equal(weight, layers[0].weight)
+    assert repr(sorted(vars(layers[0]).items())) == held
     assert found.notes[0].startswith(f"1 {kind.__name__} in transformers' own ops: {UNLIKE[kind]}"), found.notes
+
+
+def test_a_kernel_that_differs_is_left_out() -> None:
+    class Off(TorchNorms):
+        def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, norm: RowNorm) -> torch.Tensor | None:
+            return norm_rows(x, weight, replace(norm, eps=2 * norm.eps))
+
+    class Choosy(TorchNorms):
+        def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, norm: RowNorm) -> torch.Tensor | None:
+            return norm_rows(x, weight, norm) if x.is_contiguous() else None
+
+    layers = tree(Plain())
+    for kernels, why in ((Off(), "our kernel differs by more than rounding"), (Choosy(), "our kernel takes no rows")):
+        found = fused_norms(layers, kernels)
+        assert found.layers is layers
+        assert why in found.notes[0]
 
 
 def test_statistics_in_half_precision_are_left_alone() -> None:
@@ -224,6 +352,33 @@ def test_every_norm_is_tried_with_its_own_weights() -> None:
     nn.init.ones_(layers[1].weight)  # type: ignore[arg-type]
     found = fused_norms(layers, TRITON)
     assert [one is layers[place] for place, one in enumerate(found.layers)] == [False, True]
+
+
+def test_outliers_come_where_own_weights_are_large() -> None:
+    """Random weights do not reach the bound; those of one norm do, in one column and with one sign."""
+
+    class Bounded(Plain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).clamp(min=-40.0)
+
+    layers = tree(Bounded(), Bounded())
+    layers[1].weight[5] = 12.0  # type: ignore[operator]
+    found = fused_norms(layers, TRITON)
+    assert [one is layers[place] for place, one in enumerate(found.layers)] == [False, True]
+
+
+def test_state_that_does_not_change_tells_norms_apart_by_value() -> None:
+    class Listed(Plain):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.factors = [torch.tensor(factor)]
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return super().scaled(x) * self.factors[0].to(x.device)
+
+    layers = tree(Listed(1.0), Listed(1.5), Listed(1.0))
+    found = fused_norms(layers, TRITON)
+    assert [one is layers[place] for place, one in enumerate(found.layers)] == [False, True, False]
 
 
 @pytest.mark.parametrize(
