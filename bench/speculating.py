@@ -56,7 +56,6 @@ from phonograph.engine.execution.speculation import measured_costs
 from phonograph.engine.execution.step_timing import EVERY
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
-from phonograph.engine.passes.registry import TARGET_VERIFY
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.scheduling.step_width import StepWidth
 from phonograph.errors import PlanError
@@ -168,7 +167,7 @@ class Benchmark:
 
         def work(llm: LLM) -> tuple[dict[int, float], str]:
             rates = self._by_batch(llm, self.setting.new_tokens)
-            return rates, str(measured_costs(llm.executor.runners[TARGET_VERIFY.name], llm.limits.tokens_per_row))
+            return rates, str(measured_costs(llm.executor.runners, llm.limits.tokens_per_row))
 
         plain = yield Engine(), partial(self._by_batch, new_tokens=self.setting.new_tokens)
         found: Figures = {"plain": {f"{count}": round(rate, 1) for count, rate in plain.items()}}

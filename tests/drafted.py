@@ -8,11 +8,12 @@ from dataclasses import replace
 from phonograph import SamplingParams, verify
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
+from phonograph.engine.passes.decode import DecodeBatch
 from phonograph.engine.passes.drafting import Drafting
-from phonograph.engine.passes.registry import TARGET_VERIFY
+from phonograph.engine.passes.registry import DRAFT_EXTEND, TARGET_VERIFY
 from phonograph.engine.requests.request import Request
 from phonograph.engine.requests.sequence import Sequence as Seq
-from speculation import MAX_LEN, Driver, check, speculating
+from speculation import MAX_LEN, Driver, Switching, check, speculating
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=20, temperature=0.9, top_k=20, top_p=0.9, seed=3, ignore_eos=True)
@@ -40,6 +41,36 @@ def expect_drafts(
                 assert found[:left] == drafts(sequence.known(), depth)[:left]
                 seen += 1
     return seen
+
+
+def expect_caught_up(
+    core: EngineCore[Executor], depth: int, plain: int, drafts: Callable[[Sequence[int], int], list[int]]
+) -> None:
+    """After so many plain steps at a time, a round has the drafts that a function makes of all tokens, and so have the
+    rounds after it."""
+    widths, runner, sequences = (1,) * plain + (depth + 1,) * 2, core.executor.runners[DRAFT_EXTEND.name], list[Seq]()
+    core.scheduler.width, run, num_seen = (turns := Switching(widths, every=1)), runner.run, 0
+
+    def looked_at(batch: DecodeBatch) -> object:
+        nonlocal num_seen
+        found, table = run(batch), core.executor.tables["draft"].view(-1, depth)
+        for sequence in sequences if batch.tokens_per_row > 1 else ():
+            if sequence.row in batch.rows:
+                left = sequence.request.params.max_tokens - len(sequence.outputs)
+                assert table[sequence.row].tolist()[:left] == drafts(sequence.known(), depth)[:left]
+                num_seen += 1
+        return found
+
+    runner.run = looked_at  # type: ignore[method-assign, assignment]
+    add = core.add
+
+    def adding(request: Request) -> list[Seq]:
+        sequences.extend(made := add(request))
+        return made
+
+    core.add = adding  # type: ignore[method-assign, assignment]
+    assert expect_drafts(core, depth, drafts, lambda: widths[turns.calls % len(widths)] > 1) > 10
+    assert num_seen > 5
 
 
 def expect_plain_output(drafting: Drafting, backend: str) -> None:

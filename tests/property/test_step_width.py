@@ -36,7 +36,11 @@ def linear(ratio: float, width: int = 4, *, halves: bool = True) -> StepCosts:
     half, ratios = half_width(width), {width: (ratio,) * 4}
     if halves and half > 1:
         ratios[half] = (1 + (ratio - 1) * (half - 1) / (width - 1),) * 4
-    return StepCosts(SIZES, ratios)
+    return StepCosts(SIZES, ratios, (CATCHING_UP * (ratio - 1),) * 4)
+
+
+CATCHING_UP = 0.5
+"""What the drafter does before the first round after plain steps, of what a round costs more."""
 
 
 class Simulation:
@@ -46,7 +50,7 @@ class Simulation:
         self.policy, self.costs, self.lag, self.decodes = policy, costs, lag, rows(num_rows)
         self.widths: Counter[int] = Counter()
         self._in_flight: deque[tuple[ScheduledStep, list[int]]] = deque()
-        self._drafted = 99
+        self._drafted, self._last = 99, 99
 
     def run(self, steps: int, accepts: Accepts) -> float:
         """The time of plain decoding in which as many tokens come, over which the time that it took: 1 is as fast."""
@@ -54,12 +58,16 @@ class Simulation:
         for number in range(steps):
             width = self.policy.of(self.decodes)
             self.widths[width] += 1
-            # Drafts are made by the step before, for as many places as that one has.
-            counts = [1 + min(width - 1, self._drafted, accepts(number)) for _ in self.decodes]
-            self._drafted = width - 1
+            # Drafts are made by the step before, for as many places as that one has; after a plain one, all anew.
+            catches_up = self._last == 1 < width
+            drafted = 99 if catches_up else self._drafted
+            counts = [1 + min(width - 1, drafted, accepts(number)) for _ in self.decodes]
+            self._drafted, self._last = width - 1, width
             seconds += self.costs.ratio(len(self.decodes), width)
+            seconds += self.costs.to_catch_up(len(self.decodes)) if catches_up else 0.0
             tokens += sum(counts) / len(counts)
-            self._in_flight.append((ScheduledStep(number, self.decodes, (), (), width, pass_name="x"), counts))
+            step = ScheduledStep(number, self.decodes, (), (), width, pass_name="x", catches_up=catches_up)
+            self._in_flight.append((step, counts))
             while len(self._in_flight) > self.lag:
                 step, found = self._in_flight.popleft()
                 updates = zip(step.decodes, found, strict=True)
@@ -79,26 +87,30 @@ def always(number: int) -> int:
     return 99
 
 
+PROBED = 1.013
+"""What probes may cost of 512 steps: the rest of two percent is for what plain steps leave to the drafter."""
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     st.floats(1.0, 8.0), st.sampled_from((2, 3, 4, 6, 9, 16)), st.integers(0, 3), st.sampled_from(SIZES), st.booleans()
 )
-def test_a_drafter_that_is_always_wrong_costs_two_percent_at_most(
+def test_a_drafter_that_is_always_wrong_costs_little(
     ratio: float, width: int, lag: int, num_rows: int, halves: bool
 ) -> None:
     """Rounds in flight, of which nobody knows yet that they bring nothing, are counted."""
     found = simulated(linear(ratio, width, halves=halves), lag, num_rows)
-    assert found.run(512, never) <= 1.02
-    assert found.run(512, never) <= 1.02, "probes of any later sequence"
-    assert found.run(2000, never) <= 1.01, "later sequences know it already"
+    assert found.run(512, never) <= PROBED
+    assert found.run(512, never) <= PROBED, "probes of any later sequence"
+    assert found.run(2000, never) <= 1.005, "later sequences know it already"
 
 
 @pytest.mark.parametrize("lag", range(4))
-@pytest.mark.parametrize("ratio", [2, 4, 6, 7.9])
+@pytest.mark.parametrize("ratio", [2, 3, 4])
 def test_a_wide_round_that_is_always_wrong(ratio: float, lag: int) -> None:
     """Widths whose rounds could pay, were all drafts right: each of them is looked at."""
     found = simulated(linear(ratio, 16), lag)
-    assert found.run(512, never) <= 1.02
+    assert found.run(512, never) <= PROBED
     assert found.widths[16] >= 1
 
 
@@ -145,8 +157,8 @@ def test_rounds_are_as_wide_as_they_pay(share: float, ratio: float, width: int) 
 
 def test_narrow_rounds_gain_what_wide_ones_or_none_would_lose() -> None:
     wide, both = simulated(linear(2.0, halves=False), num_rows=16), simulated(linear(2.0), num_rows=16)
-    assert wide.run(2000, chance(0.4)) > 1.0
-    assert both.run(2000, chance(0.4)) < 0.99
+    assert wide.run(2000, chance(0.45)) > 1.0
+    assert both.run(2000, chance(0.45)) < 0.95
 
 
 def test_it_widens_when_deep_places_are_right_again() -> None:
@@ -222,6 +234,9 @@ def test_acceptance_of_a_place_is_that_of_fresh_drafts() -> None:
     assert found.tokens(4) > found.tokens(2) > 1.75, "after a narrow one there is nothing in deeper places"
     found.give_up()
     assert found.tokens(4) == 1
+    found.note(1, {})
+    found.note(4, whole(3, 3, 1, 1), catches_up=True)
+    assert found.tokens(4) == 2, "after a plain step, where the drafter has caught up"
 
 
 def test_of_many_costs_some_are_told() -> None:

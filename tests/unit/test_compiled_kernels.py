@@ -22,14 +22,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 module, name, fixed, others, warps = json.loads(sys.argv[1])
-function = getattr(importlib.import_module(f"phonograph.engine.ops.{module}"), name)._function
+function = getattr(importlib.import_module(f"phonograph.engine.{module}"), name)._function
 names = function.arg_names
 types = {"table_ptr": "*i32", "rows_ptr": "*i64", "positions_ptr": "*i64", "slots_ptr": "*i64", "tiles_ptr": "*i32",
          "arrived_ptr": "*i32", "parts_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
 floats = {"q_eps", "k_eps", "scale", "bend", "softcap"}
 def type_of(name):
     if name in fixed: return "constexpr"
-    if name.endswith("_ptr"): return others or types.get(name, "*bf16")
+    if name.endswith("_ptr"): return others if isinstance(others, str) else (types | others).get(name, "*bf16")
     return "fp32" if name in floats else "i32"
 source = ASTSource(
     function, signature={name: type_of(name) for name in names},
@@ -58,10 +58,10 @@ BENT = {"softcapped": True, "has_sinks": True, "rotating": False, "has_norm": Fa
 
 
 def compiled(
-    module: str, name: str, fixed: dict[str, Any], others: str | None = None, warps: int = 4
+    module: str, name: str, fixed: dict[str, Any], others: str | dict[str, str] | None = None, warps: int = 4
 ) -> dict[str, int]:
-    """Sizes of what comes out; pointers are of the attention's types, or all of one."""
-    command = [sys.executable, "-c", SCRIPT, json.dumps([module, name, fixed, others, warps])]
+    """Sizes of what comes out; pointers are of the attention's types but for others, or all of one."""
+    command = [sys.executable, "-c", SCRIPT, json.dumps([module, name, fixed, others or {}, warps])]
     done = subprocess.run(
         command, env=environment({"TRITON_INTERPRET": "0"}), capture_output=True, text=True, check=False, timeout=240
     )
@@ -75,13 +75,13 @@ def compiled(
     "change", [{}, TILES, BENT, {**TILES, **BENT, "windowed": True}], ids=["decode", "tiles", "bent", "bent-tiles"]
 )
 def test_attention_compiles(change: dict[str, Any]) -> None:
-    assert compiled("attention.kernel", "attend", {**DECODE, **change})["cubin"] > 10_000
+    assert compiled("ops.attention.kernel", "attend", {**DECODE, **change})["cubin"] > 10_000
 
 
 @pytest.mark.parametrize("depth", [0, 3, 7])
 def test_the_search_for_what_came_before_compiles(depth: int) -> None:
     fixed = {"width": depth + 1, "columns": depth + 1, "depth": depth, "depths": 8, "places": 2048 if depth else 1}
-    found = compiled("triton.rounds", "_keep_and_continue", fixed, "*i64", warps=8 if depth else 1)
+    found = compiled("ops.triton.rounds", "_keep_and_continue", fixed, "*i64", warps=8 if depth else 1)
     assert found["cubin"] > 1000
 
 
@@ -89,9 +89,17 @@ def test_the_search_for_what_came_before_compiles(depth: int) -> None:
 def test_acceptance_compiles(width: int) -> None:
     fixed = {"none": -3, "no_draft": -4, "has_drafts": width > 1, "width": width, "columns": 8, "block": 32}
     fixed["by_row"] = width == 1
-    assert compiled("triton.rounds", "_accept", fixed, "*i64", warps=1)["cubin"] > 1000
+    assert compiled("ops.triton.rounds", "_accept", fixed, "*i64", warps=1)["cubin"] > 1000
 
 
 def test_the_ends_of_rounds_compile() -> None:
-    compiled("triton.rounds", "_spread", {"vocab": 49_152, "width": 4, "block": 256}, "*i64")
-    compiled("triton.rounds", "_keep_drafts", {"depth": 3, "found_depth": 3, "block": 256}, "*i64")
+    compiled("ops.triton.rounds", "_spread", {"vocab": 49_152, "width": 4, "block": 256}, "*i64")
+    compiled("ops.triton.rounds", "_keep_drafts", {"depth": 3, "found_depth": 3, "block": 256}, "*i64")
+
+
+def test_picking_compiles() -> None:
+    floats = ("temperature_ptr", "top_p_ptr", "min_p_ptr", "tops_ptr", "masses_ptr")
+    types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("seeds_ptr", "out_ptr"), "*i64")
+    types |= dict.fromkeys(("top_k_ptr", "tokens_ptr", "kept_ptr"), "*i32")
+    fixed = {"chunks": 128, "kept": 1024, "is_greedy": False, "truncated": True, "precise": True}
+    assert compiled("sampling.triton.picking", "settle", fixed, types, warps=16)["cubin"] > 10_000

@@ -17,6 +17,7 @@ from torch.nn import functional
 from drafted import (
     GREEDY,
     PROMPTS,
+    expect_caught_up,
     expect_drafts,
     expect_plain_output,
     expect_plain_output_of_a_scarce_cache,
@@ -98,9 +99,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("head"))
 
 
-def drafting(folder: Path, depth: int = 3) -> Drafting:
+def drafting(folder: Path, depth: int = 3, unread_places: int = 0) -> Drafting:
     model = drafted_for(plain_llm().executor.model)
-    return eagle(DraftCheckpoint.open(folder, TARGET).load(model, MAX_LEN + 16), depth)
+    return eagle(DraftCheckpoint.open(folder, TARGET).load(model, MAX_LEN + 16), depth, unread_places)
 
 
 # -- what is drafted ------------------------------------------------------------------------------------------
@@ -187,6 +188,16 @@ def test_drafts_after_narrow_rounds_are_the_same(folder: Path) -> None:
     core = speculating(drafting(folder), "disabled", max_ahead=0, prefix_cache=False, chunk=7, narrows=True)
     core.scheduler.width = widths = Switching((2, 2, 4), every=1)
     assert expect_drafts(core, 3, ByHand(folder, [0, 1], norms=False).drafts, lambda: widths.calls % 3 == 2) > 10
+
+
+@pytest.mark.parametrize("plain", [1, 4, 5, 9])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_head_catches_up_with_plain_steps(tmp_path: Path, layers: int, plain: int) -> None:
+    """Fewer than it has places for, just as many, and more."""
+    folder = written(tmp_path, tensors(num_layers=layers), num_hidden_layers=layers)
+    usual: dict[str, Any] = {"max_ahead": 0, "prefix_cache": False, "chunk": 7, "unread_places": 4}
+    core = speculating(drafting(folder, unread_places=4), "disabled", **usual)
+    expect_caught_up(core, 3, plain, ByHand(folder, [0, 1], norms=False).drafts)
 
 
 @pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])

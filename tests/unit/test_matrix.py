@@ -65,9 +65,11 @@ class Picky(ReferenceKernels):
     def takes(self, op: Op, num_tokens: int, matrix: Matrix) -> bool:
         return op in self.taken
 
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, *, keeps: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append("add_norm")
-        return super().add_norm(x, delta, norm)
+        return super().add_norm(x, delta, norm, keeps=keeps)
 
     def norm_linear(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, matrix: Matrix
@@ -76,10 +78,10 @@ class Picky(ReferenceKernels):
         return ReferenceKernels().norm_linear(x, delta, norm, matrix)
 
     def norm_gated(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix, *, keeps: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append("norm_gated")
-        return ReferenceKernels().norm_gated(x, delta, norm, gate_up)
+        return ReferenceKernels().norm_gated(x, delta, norm, gate_up, keeps=keeps)
 
     def linear(self, x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
         self.calls.append("linear")

@@ -18,6 +18,7 @@ from drafted import (
     GREEDY,
     PROMPTS,
     REQUESTS,
+    expect_caught_up,
     expect_drafts,
     expect_plain_output,
     expect_plain_output_of_a_scarce_cache,
@@ -49,9 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("modules"))
 
 
-def drafting(folder: Path, depth: int = 3) -> Drafting:
+def drafting(folder: Path, depth: int = 3, unread_places: int = 0) -> Drafting:
     model = drafted_for(plain_llm().executor.model)
-    return mtp(MtpCheckpoint.open(folder, TARGET).load(model, MAX_LEN + 16, depth), depth)
+    return mtp(MtpCheckpoint.open(folder, TARGET).load(model, MAX_LEN + 16, depth), depth, unread_places)
 
 
 # -- what is drafted ------------------------------------------------------------------------------------------
@@ -149,6 +150,15 @@ def test_drafts_after_plain_steps_are_the_same(folder: Path) -> None:
     core = speculating(drafting(folder), "disabled", max_ahead=0, prefix_cache=False, chunk=7)
     core.scheduler.width = turns = Turns(4)
     assert expect_drafts(core, 3, by_hand.drafts, lambda: turns.calls % 4 == 0) > 10
+
+
+@pytest.mark.parametrize("plain", [1, 4, 9])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_modules_catch_up_with_plain_steps(tmp_path: Path, count: int, plain: int) -> None:
+    folder = written(tmp_path, tensors(count), count)
+    usual: dict[str, Any] = {"max_ahead": 0, "prefix_cache": False, "chunk": 7, "unread_places": 4}
+    core = speculating(drafting(folder, unread_places=4), "disabled", **usual)
+    expect_caught_up(core, 3, plain, ByHand(folder, count).drafts)
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -6,7 +6,10 @@ Triton's is interpreted where there is no GPU: too slow to draw often, so there 
 from __future__ import annotations
 
 import contextlib
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +30,7 @@ from phonograph.engine.sampling.sampler import (
 )
 from phonograph.engine.state.column import TrialRows
 from phonograph.errors import DeviceError
+from phonograph.graphs.trust.rounding import Rounding
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAWS = 20_000
@@ -264,6 +268,73 @@ def test_the_k_highest_of_a_large_vocabulary(name: str, kind: str) -> None:
         drawn = SamplingRows(*[*columns[:-2], columns[-2] + shift, columns[-1] + 7 * shift])
         found, wanted = (SAMPLERS[n].pick(logits, drawn, Sampling.TRUNCATED) for n in (name, "torch"))
         assert torch.equal(found, wanted)
+
+
+@contextlib.contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """A loop that does not end is a failure; of a GPU's kernel, only once it has."""
+
+    def late(*_: object) -> None:
+        pytest.fail(f"it took more than {seconds} s")  # no Exception, which verify would go on after
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_clear_pick_stays_where_verify_changes_all_that_kernels_read(name: str, dtype: torch.dtype) -> None:
+    """Logits, and what was found of them by a kernel before, are changed by themselves, and no longer fit together."""
+    logits, asked = torch.linspace(0, 6, 200, device=DEVICE).repeat(3, 1), rows(3, top_p=0.6, min_p=0.05)
+    logits[:, 77] = 10.0
+    asked.top_k.copy_(torch.tensor([1, 2, 0]))
+    logits = logits.to(dtype)
+
+    def run(around: Any) -> dict[str, torch.Tensor]:
+        with around:
+            changed = logits * 1.0
+            return {"logits": changed, "tokens": SAMPLERS[name].pick(changed, asked, Sampling.TRUNCATED)}
+
+    with within(60):
+        looks = list(Rounding(run).allowed("tokens", torch.full((3,), 77)))
+    assert len(looks) >= 2
+    assert all(moved is not None and not moved.any() for moved in looks)
+
+
+@pytest.mark.skipif("triton" not in SAMPLERS, reason="Triton is not installed")
+@pytest.mark.parametrize("vocab", [300, 4500])
+@pytest.mark.parametrize("shift", [0.5, -0.5, 50.0])
+def test_a_row_is_settled_whatever_was_surveyed_of_it(vocab: int, shift: float) -> None:
+    """The highest logit that was told is above all, or below some: a loop that waits for it would have no end."""
+    from phonograph.engine.sampling.triton.picking import CHUNK, KEPT, settle
+
+    cuts = [(1, 0.6, 0.0), (2, 0.9, 0.0), (0, 1.0, 1.0), (0, 1e-30, 0.0), (5, 0.5, 1.0), (2000, 0.3, 0.9)]
+    asked, num_chunks = rows(len(cuts)), -(-vocab // CHUNK)
+    for column, values in zip((asked.top_k, asked.top_p, asked.min_p), zip(*cuts, strict=True), strict=True):
+        column.copy_(torch.tensor(values))
+    logits = torch.randn(len(cuts), vocab, generator=torch.Generator().manual_seed(1)).to(DEVICE) * 3
+    parts = [part.max(1) for part in logits.split(CHUNK, 1)]
+    tops = torch.stack([part.values for part in parts], 1) + shift
+    tokens = torch.stack([part.indices + at * CHUNK for at, part in enumerate(parts)], 1).int()
+    tokens, masses = (tokens + 3) % vocab, torch.ones_like(tops)
+    found = torch.full((len(cuts),), -9, device=DEVICE)
+    room = torch.empty(len(cuts), KEPT, dtype=torch.int32, device=DEVICE)
+    with within(60):
+        settle[(len(cuts),)](
+            logits, asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.seed, asked.positions,
+            tokens, tops, masses, room, found, vocab, vocab, num_chunks,
+            chunks=1 << (num_chunks - 1).bit_length(), kept=KEPT, is_greedy=False, truncated=True,
+            precise=DEVICE.type != "cpu", num_warps=16,
+        )  # fmt: skip
+        picked = found.tolist()
+    assert all(0 <= token < vocab for token in picked), picked
+    if shift > 0:  # where nothing is allowed, the highest is taken
+        assert [picked[row] for row in (0, 2, 4)] == logits.argmax(-1)[[0, 2, 4]].tolist()
 
 
 LEVELS = (Sampling.GREEDY, Sampling.SAMPLED, Sampling.TRUNCATED)

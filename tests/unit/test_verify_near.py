@@ -12,6 +12,7 @@ import torch
 
 from phonograph import Device, EmulatedDevice, Extent, Pad, Slot, verify
 from phonograph.devices.launches import followers
+from phonograph.devices.trace import OpWatch, tensors_in
 from phonograph.graphs.trust.comparison import differing, mismatch
 from phonograph.graphs.trust.rounding import Rounding, _noise
 from runners import WIDTH, make_runner, rows, x_slot
@@ -115,6 +116,28 @@ def test_weights_and_inputs_are_left_alone_by_it() -> None:
     assert next(rounding_of(lambda x: (x @ weight).relu_().add_(1), x).allowed("y", x)) is not None
     assert torch.equal(x, before[0])
     assert torch.equal(weight, before[1])
+
+
+def test_what_is_changed_does_not_grow_with_a_cache_that_only_lends_its_dtype() -> None:
+    """A body that makes room for its results by `cache.new_empty` reads no number of the cache."""
+    largest = 0
+
+    def note(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        nonlocal largest
+        result = func(*args, **kwargs)
+        largest = max(largest, *(tensor.numel() for tensor in tensors_in(result)), 0)
+        return result
+
+    x, cache = torch.randn(4, 8), torch.randn(1 << 18, 8)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return cache.new_empty(x.shape).copy_(x * 2) + cache.new_zeros(8)
+
+    rounding = rounding_of(body, x)
+    with OpWatch(note):
+        looks = [one for one in rounding.allowed("y", x) if one is not None]
+    assert largest == x.numel()
+    assert (looks[-1] > 0).all()
 
 
 def test_where_rounding_tells_nothing_a_row_is_judged_by_its_largest() -> None:

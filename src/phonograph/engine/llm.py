@@ -138,8 +138,9 @@ class LLM:
         self.tokenizer = None if isinstance(self.checkpoint, RandomCheckpoint) else self.checkpoint.tokenizer()
         config = self.checkpoint.config
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else config.eos_ids
-        limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids)
         chosen = choose_drafter(options, self.checkpoint)
+        unread = 0 if chosen is None else chosen.unread_places
+        limits = limits_for(options, self.device, self.plan, config.max_len, eos_ids, unread)
         self.kernels = select_kernels(self.device, options, self.plan, progress)
         loaded = self._loaded(attention, limits.num_positions, progress)
         sampler = select_sampler(self.device, options, self.plan)

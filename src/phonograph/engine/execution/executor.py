@@ -235,18 +235,21 @@ class Executor:
 
     def _run(self, runner: Runner, step: Step) -> Picked:
         chosen = self.passes[step.pass_name]
-        repeats = chosen.is_steady(step) and runner.can_repeat
         is_checked = self.shadow is not None and chosen.written is not None and self.shadow.is_due()
+        if step.catches_up and chosen.before is not None:
+            first = self.passes[chosen.before]
+            self._beside(first, first.batch(step), is_checked=is_checked)
+        repeats = chosen.is_steady(step) and runner.can_repeat
         if repeats and not is_checked:
             # The tables have all that changes from step to step, so the buffers need no load.
             return _picked(runner.repeat())
         picked = _picked(self._serve(chosen, chosen.batch(step), is_checked=is_checked, repeats=repeats))
         if chosen.then is not None and picked.handed is not None:
-            self._follow(self.passes[chosen.then], picked.handed, is_checked=is_checked)
+            self._beside(self.passes[chosen.then], picked.handed, is_checked=is_checked)
         return picked
 
-    def _follow(self, chosen: Pass, batch: Any, *, is_checked: bool) -> None:
-        """Run the pass after another, whose tokens are picked: but for what is checked or strict, no token depends on
+    def _beside(self, chosen: Pass, batch: Any, *, is_checked: bool) -> None:
+        """Run a pass before or after another that picks the tokens: but for what is checked or strict, none depends on
         it."""
         try:
             self._serve(chosen, batch, is_checked=is_checked)
@@ -291,11 +294,12 @@ def _check_state(model: Model, limits: Limits) -> None:
 def _check(one: Pass, passes: Mapping[str, Pass], limits: Limits) -> None:
     """Refuse a pass that computes another number of tokens for a row that decodes than the scheduler counts, and one
     that is followed by a pass which is not there."""
-    if one.then is not None and one.then not in passes:
-        raise DeclarationError(
-            f"the pass {one.name!r} is followed by {one.then!r}, and this engine has {', '.join(passes)}. Give the "
-            "executor that pass too."
-        )
+    for where, other in (("followed", one.then), ("preceded", one.before)):
+        if other is not None and other not in passes:
+            raise DeclarationError(
+                f"the pass {one.name!r} is {where} by {other!r}, and this engine has {', '.join(passes)}. Give the "
+                "executor that pass too."
+            )
     if one.declared.serves and one.tokens_per_row not in (None, limits.tokens_per_row):
         raise DeclarationError(
             f"the pass {one.name!r} computes {one.tokens_per_row} tokens a row, and limits.tokens_per_row is "

@@ -91,7 +91,14 @@ def _step_size(device: Device) -> _StepSize:
     return next(size for least, size in _SIZES if total >= least)
 
 
-def limits_for(options: EngineOptions, device: Device, plan: Plan, context: int, eos_ids: Sequence[int]) -> Limits:
+def limits_for(
+    options: EngineOptions,
+    device: Device,
+    plan: Plan,
+    context: int,
+    eos_ids: Sequence[int],
+    unread_places: int = 0,
+) -> Limits:
     """The scheduler's limits for a model of this context; the KV cache is as large as asked, or a default."""
     if options.max_len is not None and options.max_len > context:
         raise PlanError(f"max_len {options.max_len:,} is more than the model's context of {context:,}. Lower it.")
@@ -112,6 +119,7 @@ def limits_for(options: EngineOptions, device: Device, plan: Plan, context: int,
         max_ahead=options.max_ahead,
         eos_ids=tuple(eos_ids),
         tokens_per_row=tokens_per_row,
+        unread_places=unread_places,
     )
     return with_pages(limits, num_pages)
 

@@ -23,13 +23,13 @@ from phonograph.engine.passes.eagle import eagle
 from phonograph.engine.passes.mtp import mtp
 from phonograph.engine.passes.ngram import ngram
 from phonograph.engine.passes.ngram_eagle import ngram_eagle
-from phonograph.engine.passes.registry import TARGET_VERIFY, PassDeclaration, passes_for
+from phonograph.engine.passes.registry import DRAFT_EXTEND, TARGET_VERIFY, PassDeclaration, passes_for
 from phonograph.engine.passes.target_verify import HALF_ROUNDS, PLAIN_STEPS, speculating_passes
-from phonograph.engine.requests.limits import half_width
+from phonograph.engine.requests.limits import UNREAD_PLACES, half_width
 from phonograph.engine.requests.step import StepKind
 from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.graphs.running.runner import Runner
-from phonograph.graphs.trust.coverage import replay_seconds
+from phonograph.graphs.trust.coverage import steady_seconds
 
 log = logging.getLogger("phonograph")
 
@@ -46,6 +46,11 @@ class Chosen:
     def __str__(self) -> str:
         return self.name + (f" (auto: {self.why})" if self.why else "")
 
+    @property
+    def unread_places(self) -> int:
+        """Tokens of a row that plain steps leave for it: none where it reads no hidden states."""
+        return 0 if self.draft is None else UNREAD_PLACES
+
     def drafting(self, depth: int, model: Model, num_positions: int) -> Drafting:
         """The drafter, with weights if it has some."""
         match self.draft:
@@ -53,9 +58,10 @@ class Chosen:
                 made = ngram(depth)
             case DraftCheckpoint() as head:
                 make = ngram_eagle if self.name == "ngram+eagle" else eagle
-                made = make(head.load(drafted_for(model, self.name), num_positions), depth)
+                made = make(head.load(drafted_for(model, self.name), num_positions), depth, self.unread_places)
             case MtpCheckpoint() as modules:
-                made = mtp(modules.load(drafted_for(model, self.name), num_positions, depth), depth)
+                loaded = modules.load(drafted_for(model, self.name), num_positions, depth)
+                made = mtp(loaded, depth, self.unread_places)
         return replace(made, why=f"auto: {self.why}" if self.why else "")
 
 
@@ -103,7 +109,7 @@ def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:
     if not options.speculates or when_for(options, executor.device.torch_device) == "always":
         return None
     try:
-        costs = measured_costs(executor.runners[TARGET_VERIFY.name], executor.limits.tokens_per_row)
+        costs = measured_costs(executor.runners, executor.limits.tokens_per_row)
     except Exception as error:  # no request depends on the measurement
         log.warning("what rounds cost could not be measured (%s: %s)", type(error).__name__, error)
         costs = None
@@ -113,20 +119,30 @@ def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:
 
 
 @torch.inference_mode()
-def measured_costs(runner: Runner, tokens_per_row: int) -> StepCosts | None:
+def measured_costs(runners: Mapping[str, Runner], tokens_per_row: int) -> StepCosts | None:
     """How much longer rounds take than plain steps, for every size that has all widths; None where none has."""
+    runner, extending = runners[TARGET_VERIFY.name], runners[DRAFT_EXTEND.name]
     keys, passes = {(key.size, key.axes): key for key in runner.captured}, ("", HALF_ROUNDS, PLAIN_STEPS)
     recorded = [axes for axes in passes if any(axes == found for _, found in keys)]
     sizes = sorted(size for size, axes in keys if not axes and all((size, one) in keys for one in recorded))
     if not sizes or PLAIN_STEPS not in recorded:
         return None
-    seconds = {axes: [replay_seconds(runner, keys[size, axes]) for size in sizes] for axes in recorded}
+    seconds = {axes: [steady_seconds(runner, keys[size, axes]) for size in sizes] for axes in recorded}
     plain = seconds.pop(PLAIN_STEPS)
     ratios = {
         axes: tuple(taken / least for taken, least in zip(times, plain, strict=True)) for axes, times in seconds.items()
     }
     widths = {"": tokens_per_row, HALF_ROUNDS: half_width(tokens_per_row)}
-    return StepCosts(tuple(sizes), {widths[axes]: found for axes, found in ratios.items()})
+    catching_up = _catching_up(extending, dict(zip(sizes, plain, strict=True)))
+    return StepCosts(tuple(sizes), {widths[axes]: found for axes, found in ratios.items()}, catching_up)
+
+
+def _catching_up(runner: Runner, plain: Mapping[int, float]) -> tuple[float, ...]:
+    """What it takes before the first round, over a plain step, at each size; nothing where a size has no recording."""
+    keys = {key.size: key for key in runner.captured if not key.axes}
+    if not keys.keys() >= plain.keys():
+        return ()
+    return tuple(steady_seconds(runner, keys[size]) / least for size, least in plain.items())
 
 
 def round_times(executor: Executor) -> dict[StepKind, PassTime]:

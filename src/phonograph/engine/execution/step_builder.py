@@ -88,6 +88,7 @@ class StepBuilder:
             updates,
             serial,
             follows,
+            planned.catches_up,
         )
 
     def give_up_after(self, last: int) -> None:

@@ -106,6 +106,7 @@ class Decoder:
         x, places = self._embedded(inputs, queries, cache.page_size)
         attention = PreparedAttention(self.attention, cache, queries)
         for index, layer in enumerate(self.weights.layers):
+            is_tapped = index - 1 in taps and not self._is_cut(x)
             if attention.rotates(index, layer.heads.num_heads):
                 qkv, x = norm_linear(kernels, x, delta, layer.input_norm, layer.qkv)
                 mixed = attention.rotate_and_attend(index, qkv, layer.heads, places, layer.window).flatten(1)
@@ -114,13 +115,16 @@ class Decoder:
                 del delta  # else it would be alive together with the widest tensors of the layer
                 mixed = attention.attend(index, q, layer.window).flatten(1)
                 del q
-            delta, x = self._mlp(layer, x, mixed)
+            if is_tapped:
+                tapped[index - 1] = x  # the sum that the first norm after a layer makes is what a tap wants
+            delta, x = self._mlp(layer, x, mixed, keeps=is_tapped)
             del mixed
-            if index in taps:
+            if index in taps and (self._is_cut(x) or (wanted is not None and layer is self.weights.layers[-1])):
                 tapped[index] = x + delta
         if wanted is not None:
             x, delta = x[wanted], None if delta is None else delta[wanted]
-        return Hidden(kernels.add_norm(x, delta, self.weights.norm)[0], tuple(tapped[index] for index in taps))
+        states, x = kernels.add_norm(x, delta, self.weights.norm)
+        return Hidden(states, tuple(tapped.get(index, x) for index in taps))
 
     def _is_cut(self, x: torch.Tensor) -> bool:
         """Whether tokens go through in pieces; not where one program is compiled for every number of tokens."""
@@ -156,12 +160,14 @@ class Decoder:
             del qkv, total
         return q, x
 
-    def _mlp(self, layer: LayerWeights, x: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mlp(
+        self, layer: LayerWeights, x: torch.Tensor, mixed: torch.Tensor, *, keeps: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(what is to be added to x, x with what attention adds). With many tokens x is changed in place."""
         kernels = self.kernels
         if not self._is_cut(x):
             added = linear(kernels, mixed, layer.out, self.residual)
-            gated, x = norm_gated(kernels, x, added, layer.mlp_norm, layer.gate_up)
+            gated, x = norm_gated(kernels, x, added, layer.mlp_norm, layer.gate_up, keeps=keeps)
             return linear(kernels, gated, layer.down, self.residual), x
         # A piece of what attention gave is read before its place is written.
         fits = mixed.shape == x.shape and mixed.dtype == x.dtype

@@ -114,8 +114,10 @@ class _Watched:
     ) -> None:
         self.inner.write_next_token(queries, tokens, last_token, length)
 
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, x = self.inner.add_norm(x, delta, norm)
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, *, keeps: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, x = self.inner.add_norm(x, delta, norm, keeps=keeps)
         return self._noted(normed), x
 
     def norm_linear(
@@ -126,10 +128,10 @@ class _Watched:
         return self._noted(out), x
 
     def norm_gated(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix, *, keeps: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.add_norm(x.clone(), delta, norm)
-        out, x = projections.norm_gated(self.inner, x, delta, norm, gate_up)
+        out, x = projections.norm_gated(self.inner, x, delta, norm, gate_up, keeps=keeps)
         return self._noted(out), x
 
     def linear(self, x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:

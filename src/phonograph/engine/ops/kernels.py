@@ -107,9 +107,20 @@ class RoundKernels(Protocol):
         """
         ...
 
-    def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
+    def keep_drafts(
+        self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor, marks: ReadMarks | None = None
+    ) -> None:
         """Write what was found ([num_rows, depth or less]) to the rows of `drafts`, and none to further places; nobody
-        reads those of the null row."""
+        reads those of the null row. Where there are marks, all that the rows have is read by now."""
+        ...
+
+    def leave(self, unread: Unread, new: NewTokens, taps: Sequence[torch.Tensor]) -> None:
+        """Leave what a step of one token a row computed to be read later: the tapped states ([num_rows, hidden] each)
+        of the position at `starts`, and the token that came after it. Rows that got none leave nothing."""
+        ...
+
+    def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor) -> LeftTokens:
+        """What rows left since it was last read, of all that are in a table of lengths."""
         ...
 
     def accept(
@@ -145,6 +156,33 @@ class RoundKernels(Protocol):
         Where the end of the row is reached, the tokens since that place repeat themselves.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Unread:
+    """What plain steps leave for a drafter to read later, of all rows: in rings, by position."""
+
+    states: torch.Tensor  # [all rows, places, taps, hidden]
+    tokens: torch.Tensor  # [all rows, places]: the token that came after each position
+    read_to: torch.Tensor  # [all rows]: all positions before it are read; past the row's length, nothing is left
+
+
+@dataclass(frozen=True)
+class ReadMarks:
+    """Tables with an entry for every row: up to where it is read, and how long it is."""
+
+    read_to: torch.Tensor
+    length: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LeftTokens:
+    """Of each row the positions that are not read, `places` of them, of which the first `counts` are there."""
+
+    starts: torch.Tensor  # [num_rows]
+    tokens: torch.Tensor  # [num_rows, places]
+    counts: torch.Tensor  # [num_rows]; 0 for padding
+    taps: tuple[torch.Tensor, ...]  # [num_rows * places, hidden] each
 
 
 @dataclass(frozen=True)
@@ -240,8 +278,11 @@ class Kernels(Protocol):
         """
         ...
 
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + delta), x + delta); nothing is added where delta is None. The sum may be x itself, changed."""
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, *, keeps: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + delta), x + delta); nothing is added where delta is None. The sum may be x itself, changed, unless
+        the caller `keeps` x."""
         ...
 
     def joined_norms(self, parts: Sequence[torch.Tensor], norms: Sequence[Norm]) -> torch.Tensor:
@@ -255,11 +296,11 @@ class Kernels(Protocol):
         ...
 
     def norm_gated(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix, *, keeps: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(silu(gate) · up of norm(x + delta), x + delta); gate and up are the two halves of the projection.
 
-        The sum may be x itself, changed.
+        The sum may be x itself, changed, unless the caller `keeps` x.
         """
         ...
 

@@ -30,10 +30,10 @@ def norm_linear(
 
 
 def norm_gated(
-    kernels: Kernels, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
+    kernels: Kernels, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix, *, keeps: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(silu(gate) · up of norm(x + delta), x + delta); the sum may be x itself, changed."""
+    """(silu(gate) · up of norm(x + delta), x + delta); the sum may be x, changed, unless the caller `keeps` it."""
     if kernels.takes("norm_gated", x.shape[0], gate_up):
-        return kernels.norm_gated(x, delta, norm, gate_up)
-    h, x = kernels.add_norm(x, delta, norm)
+        return kernels.norm_gated(x, delta, norm, gate_up, keeps=keeps)
+    h, x = kernels.add_norm(x, delta, norm, keeps=keeps)
     return kernels.silu_mul(linear(kernels, h, gate_up)), x

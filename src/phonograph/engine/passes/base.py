@@ -92,6 +92,8 @@ class Pass:
     dims: Sequence[Dim] = ()
     tail: Callable[[Any, Any], Any] | None = None
     """Takes what the body returned and the batch; runs eagerly, after the recording."""
+    before: str | None = None
+    """The pass that runs before it, by a recording of its own, in steps that say so (`Step.catches_up`)."""
     then: str | None = None
     """The pass that runs after it in the same step, by a recording of its own, on the batch that the tail hands to it
     (`Picked.handed`); where that is None, it does not run."""

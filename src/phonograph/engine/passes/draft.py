@@ -19,6 +19,7 @@ from phonograph.engine.passes.drafting import Accepted, Drafter, ReadsTarget
 from phonograph.engine.passes.registry import PassDeclaration
 from phonograph.engine.passes.rounds import PickedPlaces
 from phonograph.engine.passes.step import Step
+from phonograph.engine.passes.unread import UnreadSize
 from phonograph.engine.requests.limits import half_width
 from phonograph.engine.state.tables import RequestTables
 from phonograph.errors import DeclarationError
@@ -90,9 +91,16 @@ class DraftSample:
         return PickedPlaces(rows, firsts, lasts, tokens, positions, features, self._trials.width, self._width)
 
 
-def draft_pass(parts: PassParts, declared: PassDeclaration, drafter: Drafter, *, narrows: bool = False) -> Pass:
+def draft_pass(
+    parts: PassParts,
+    declared: PassDeclaration,
+    drafter: Drafter,
+    unread: UnreadSize | None = None,
+    *,
+    narrows: bool = False,
+) -> Pass:
     """The pass over all rows that a mixed step picked tokens for."""
-    rounds, limits, tables = DraftedRounds(parts, drafter), parts.limits, parts.tables
+    rounds, limits, tables = DraftedRounds(parts, drafter, unread), parts.limits, parts.tables
     most = limits.max_seqs * rounds.width
     features = drafter.kept[0].dtype if isinstance(drafter, ReadsTarget) else None
 
@@ -107,9 +115,9 @@ def draft_pass(parts: PassParts, declared: PassDeclaration, drafter: Drafter, *,
         offsets = torch.arange(count, device=device).repeat(len(rows))
         return rows.repeat_interleave(count), positions[firsts].repeat_interleave(count) + offsets
 
-    unread = Pad.unread(because="rows name their places, and the null row the first one")
+    unfilled = Pad.unread(because="rows name their places, and the null row the first one")
     place: dict[str, Any] = {"pad": Pad.fill(0), "valid": (0, most - 1)}
-    read = [] if features is None else [Slot("features", ("places", parts.model.config.hidden), features, pad=unread)]
+    read = [] if features is None else [Slot("features", ("places", parts.model.config.hidden), features, pad=unfilled)]
     return Pass(
         declared,
         tokens_per_row=rounds.width,
@@ -118,8 +126,8 @@ def draft_pass(parts: PassParts, declared: PassDeclaration, drafter: Drafter, *,
             rows_slot(limits),
             Slot("firsts", ("seqs",), torch.int64, **place),
             Slot("lasts", ("seqs",), torch.int64, **place),
-            Slot("tokens", ("places",), torch.int64, pad=unread, valid=(0, parts.model.config.vocab - 1)),
-            Slot("positions", ("places",), torch.int64, pad=unread, valid=(0, limits.num_positions - 1)),
+            Slot("tokens", ("places",), torch.int64, pad=unfilled, valid=(0, parts.model.config.vocab - 1)),
+            Slot("positions", ("places",), torch.int64, pad=unfilled, valid=(0, limits.num_positions - 1)),
             *read,
         ],
         dims=[Dim("places", limit=most)],

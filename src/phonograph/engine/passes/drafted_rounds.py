@@ -6,16 +6,19 @@ Both passes of an engine that speculates have one: steps of decodes alone, and m
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from phonograph.engine.ops.kernels import RoundKernels, RoundTokens
-from phonograph.engine.ops.layers.rounds import tokens_at
+from phonograph.engine.ops.kernels import NewTokens, ReadMarks, RoundKernels, RoundTokens
+from phonograph.engine.ops.layers.rounds import mark_read, tokens_at
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import PassParts
 from phonograph.engine.passes.drafting import Accepted, Drafter, ReadsTarget
 from phonograph.engine.passes.readback import Picked
+from phonograph.engine.passes.unread import NAMES, UnreadSize
 from phonograph.engine.requests.parameter import Sampling
 from phonograph.engine.requests.request import MAX_LOGPROBS
 from phonograph.engine.requests.step import NO_TOKEN
@@ -59,20 +62,25 @@ def _no_result(*args: Any) -> None:
 class DraftedRounds:
     """The protocol `Rounds`: what each row computes is its last token, and what was drafted after it."""
 
-    reads = ("limit", "depth", "draft")
-    writes = ("draft",)
-
-    def __init__(self, parts: PassParts, drafter: Drafter) -> None:
+    def __init__(self, parts: PassParts, drafter: Drafter, unread: UnreadSize | None = None) -> None:
         self._parts = parts
         self._drafter = drafter
+        self._unread = None if unread is None else unread.in_tables(parts.tables)
         self._reader = drafter if isinstance(drafter, ReadsTarget) else None
         self.taps: tuple[int, ...] = () if self._reader is None else self._reader.taps
         self._kept: tuple[torch.Tensor, ...] = () if self._reader is None else self._reader.kept
+        if self._unread is not None:
+            self._kept = (*self._kept, self._unread.read_to)
+        of_unread = () if self._unread is None else NAMES
+        self.reads: Sequence[str] = ("limit", "depth", "draft", *of_unread)
+        self.writes: Sequence[str] = ("draft", *of_unread)
         self._vocab = parts.model.config.vocab
         self.width = parts.limits.tokens_per_row
         self.ahead = self.width - 1
         self._opaque_verify = opaque(self._verify, fake=_fake_verified, mutates=("last_token", "length"))
         self._opaque_draft = opaque(self._draft, fake=_no_result, mutates=("drafts", "kept"))
+        self._opaque_leave = opaque(self._leave, fake=_no_result, mutates=("states", "ring"))
+        self._opaque_extend = opaque(self._extend, fake=_no_result, mutates=("drafts", "kept"))
         self._opaque_read = opaque(self._read, fake=_fake_read, mutates=("kept",))
         self._opaque_features = opaque(self._features, fake=_fake_features)
 
@@ -161,19 +169,67 @@ class DraftedRounds:
         kept: tuple[torch.Tensor, ...],
     ) -> None:
         """As one call that no compiler looks into; the last arguments say what is written."""
-        accepted = Accepted(*places, features)
+        accepted, marks = Accepted(*places, features), self._marks
         rows = accepted.rows
         try:
             if depth:
                 found = self._drafter.draft(accepted, depth)
                 if found.shape != (len(rows), depth):
                     raise ValueError(f"drafts of shape {list(found.shape)}, expected {[len(rows), depth]}")
-                self._parts.model.kernels.rounds.keep_drafts(drafts, rows, found)
+                self._parts.model.kernels.rounds.keep_drafts(drafts, rows, found, marks)
             else:
                 self._drafter.keep_up(accepted)
+                if marks is not None:
+                    mark_read(marks, rows)
         except Exception as error:  # no output depends on drafts
             _warn("nothing is drafted", error)
             drafts.index_fill_(0, rows, -1)
+
+    @property
+    def _marks(self) -> ReadMarks | None:
+        return None if self._unread is None else ReadMarks(self._unread.read_to, self._parts.tables.length)
+
+    def leave(self, accepted: Accepted, taps: tuple[torch.Tensor, ...]) -> None:
+        """What a plain step brought: for the drafter to read later, or at once where there is no place for it."""
+        if self._unread is None:
+            self.draft(replace(accepted, features=self.features(taps)), 0)
+            return
+        run = self._opaque_leave if current().stage is Stage.COMPILING else self._leave
+        places = accepted.rows, accepted.starts, accepted.tokens, accepted.counts
+        run(places, taps, self._unread.states, self._unread.tokens)
+
+    def _leave(
+        self,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        taps: tuple[torch.Tensor, ...],
+        states: torch.Tensor,
+        ring: torch.Tensor,
+    ) -> None:
+        """As one call that no compiler looks into; the last arguments say what is written."""
+        assert self._unread is not None
+        self._parts.model.kernels.rounds.leave(self._unread, NewTokens(*places), taps)
+
+    def extend(self, rows: torch.Tensor, table: torch.Tensor, depth: int) -> None:
+        """Let the drafter read what rows left, and draft so many tokens, or none."""
+        run = self._opaque_extend if current().stage is Stage.COMPILING else self._extend
+        run(rows, table, depth, self._drafts, self._kept)
+
+    def _extend(
+        self, rows: torch.Tensor, table: torch.Tensor, depth: int, drafts: torch.Tensor, kept: tuple[torch.Tensor, ...]
+    ) -> None:
+        """As one call that no compiler looks into; the last arguments say what is written."""
+        tables, features = self._parts.tables, None
+        if self._unread is not None:
+            left = self._parts.model.kernels.rounds.left(self._unread, rows, tables.length)
+            features = self._features(left.taps, self._kept[0].dtype)
+            found = left.starts, left.tokens, left.counts
+        elif self._reader is None:
+            # It has read all of them; from the last one on it drafts.
+            lasts, is_real = (tables.length[rows] - 1).clamp_min(0), (rows > 0).long()
+            found = lasts, tables.last_token[rows][:, None], is_real
+        else:
+            return  # states of earlier steps are nowhere: what was drafted stays
+        self._draft((rows, *found, table), features, depth, drafts, kept)
 
     def features(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         """What the drafter needs of the target's hidden states, if anything."""

@@ -13,6 +13,7 @@ from phonograph.engine.models.interface import Model
 from phonograph.engine.ops.kernels import NewTokens
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import PassParts
+from phonograph.engine.passes.unread import UnreadSize
 from phonograph.engine.state.column import Column
 
 
@@ -55,7 +56,10 @@ class Drafter(Protocol):
         ...
 
     def keep_up(self, accepted: Accepted) -> None:
-        """Take in what rows got in a step after which nothing is drafted, so that it can draft after a later one."""
+        """Take in what rows got in steps after which nothing is drafted, so that it can draft after a later one.
+
+        One step at a time; or, where the declaration has places for unread tokens, those of several steps together.
+        """
         ...
 
 
@@ -110,6 +114,8 @@ class Drafting:
     """What layers of its own keep in pages."""
     weights: object = None
     """Tensors of its own, in dataclasses."""
+    unread: UnreadSize | None = None
+    """What plain steps leave for it, where it reads hidden states of the target, and not in every step."""
     why: str = ""
     """How it came to be this one, where nobody asked for it by name."""
 

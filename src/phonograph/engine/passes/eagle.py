@@ -11,6 +11,7 @@ from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import PassParts
 from phonograph.engine.passes.drafting import Accepted, Drafting, extended
 from phonograph.engine.passes.registry import TARGET_VERIFY
+from phonograph.engine.passes.unread import UnreadSize
 
 
 class EagleDrafter:
@@ -57,12 +58,13 @@ class EagleDrafter:
         return self._head.store(accepted.tokens.flatten(), accepted.features, queries, self._cache)
 
 
-def eagle(head: DraftHead, depth: int) -> Drafting:
-    """The declaration."""
+def eagle(head: DraftHead, depth: int, unread_places: int = 0) -> Drafting:
+    """The declaration; with places for unread tokens, plain steps leave states for the head, and don't run it."""
     return Drafting(
         "eagle",
         depth,
         lambda parts: EagleDrafter(parts, head),
         keeps=lambda model: head.layers.keeps,
         weights=(head.weights, head.layers.weights),
+        unread=UnreadSize.of(unread_places, len(head.config.taps), head.weights.embedding),
     )

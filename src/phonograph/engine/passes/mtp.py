@@ -18,6 +18,7 @@ from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import PassParts
 from phonograph.engine.passes.drafting import Accepted, Drafting, extended
 from phonograph.engine.passes.registry import TARGET_VERIFY
+from phonograph.engine.passes.unread import UnreadSize
 from phonograph.engine.state.column import Column, Form, TrialRows, Writer
 
 STATES = "mtp_states"
@@ -133,8 +134,8 @@ class MtpDrafter:
         return drafted, q[chosen], x[chosen]
 
 
-def mtp(modules: MtpModules, depth: int) -> Drafting:
-    """The declaration."""
+def mtp(modules: MtpModules, depth: int, unread_places: int = 0) -> Drafting:
+    """The declaration; with places for unread tokens, plain steps leave states for the modules, and don't run them."""
     hidden, count = modules.embedding.shape[1], len(modules.modules)
 
     def states(trial: TrialRows) -> torch.Tensor:
@@ -161,4 +162,5 @@ def mtp(modules: MtpModules, depth: int) -> Drafting:
         columns,
         keeps=lambda model: modules.layers.keeps,
         weights=(modules.modules, modules.layers.weights),
+        unread=UnreadSize.of(unread_places, 1, modules.embedding),
     )

@@ -42,9 +42,9 @@ class CombinedDrafter:
         self._second.keep_up(accepted)
 
 
-def ngram_eagle(head: DraftHead, depth: int) -> Drafting:
+def ngram_eagle(head: DraftHead, depth: int, unread_places: int = 0) -> Drafting:
     """The declaration: layers and weights are the head's."""
-    first, second = ngram(depth), eagle(head, depth)
+    first, second = ngram(depth), eagle(head, depth, unread_places)
     return replace(
         second,
         name=f"{first.name}+{second.name}",

@@ -92,8 +92,8 @@ def _heartbeat(parts: PassParts, backend: str) -> Pass:
 
 def _without_drafter(parts: PassParts, backend: str) -> Pass:
     raise DeclarationError(
-        f"the passes {TARGET_VERIFY.name!r} and {DRAFT.name!r} need a drafter, and have none. Take those of "
-        "`speculating_passes`."
+        f"the passes {TARGET_VERIFY.name!r}, {DRAFT_EXTEND.name!r} and {DRAFT.name!r} need a drafter, and have none. "
+        "Take those of `speculating_passes`."
     )
 
 
@@ -107,9 +107,11 @@ TARGET_VERIFY = PassDeclaration(KNOWN_PHASES["target_verify"], limit=lambda size
 """As plans know it; `target_verify.speculating_passes` gives it a drafter."""
 DRAFT = PassDeclaration(KNOWN_PHASES["draft"], limit=lambda size: size.max_seqs, make=_without_drafter)
 """What is drafted after a mixed step; no step names it. The same holds."""
+DRAFT_EXTEND = PassDeclaration(KNOWN_PHASES["draft_extend"], limit=lambda size: size.max_seqs, make=_without_drafter)
+"""What a drafter does before a step for the ones before that. The same holds."""
 PASSES = (DECODE, PREFILL, HEARTBEAT)
 """Those that every engine has, unless it drafts."""
-SPECULATING = (TARGET_VERIFY, PREFILL, DRAFT, HEARTBEAT)
+SPECULATING = (TARGET_VERIFY, PREFILL, DRAFT_EXTEND, DRAFT, HEARTBEAT)
 """Of an engine that drafts tokens and verifies them: rows decode in rounds, alone and among prompts."""
 
 

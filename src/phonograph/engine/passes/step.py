@@ -65,6 +65,8 @@ class Step:
     """Which of its builder's steps it is: an executor takes each once, in this order (see `StepOrder`)."""
     follows: int = 0
     """The serial of the step before it. Those between the two were abandoned: whether they ran is unknown."""
+    catches_up: bool = False
+    """Whether the pass that reads what earlier steps left (`Pass.before`) runs first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,23 @@ from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.chain import chained
 from phonograph.engine.passes.decode import DecodeBatch, DecodeBatches, rows_slot, sample_rows
 from phonograph.engine.passes.draft import draft_pass, drafts_axis
+from phonograph.engine.passes.draft_extend import draft_extend_pass
 from phonograph.engine.passes.drafted_rounds import DraftedRounds
 from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting
 from phonograph.engine.passes.embed import embed_pass
 from phonograph.engine.passes.prefill import prefill_pass
 from phonograph.engine.passes.readback import Picked
-from phonograph.engine.passes.registry import DRAFT, EMBED, HEARTBEAT, PREFILL, TARGET_VERIFY, PassDeclaration
+from phonograph.engine.passes.registry import (
+    DRAFT,
+    DRAFT_EXTEND,
+    EMBED,
+    HEARTBEAT,
+    PREFILL,
+    TARGET_VERIFY,
+    PassDeclaration,
+)
 from phonograph.engine.passes.sampling_tail import axes_for
+from phonograph.engine.passes.unread import UnreadSize
 from phonograph.engine.state.column import Column, RowSource, TrialRows, Writer
 
 
@@ -73,7 +83,7 @@ class _Links:
         self._rounds = rounds
         self._model = parts.model_for(backend)
 
-    def verify(self, batch: DecodeBatch) -> tuple[Picked, Accepted]:
+    def verify(self, batch: DecodeBatch) -> tuple[Picked, Accepted, tuple[torch.Tensor, ...]]:
         """The target over all tokens of the round, and how many stay; or over the last token of each row alone."""
         tables, width = self._parts.tables, batch.tokens_per_row
         pages = tables.pages[:, : batch.width]
@@ -87,12 +97,15 @@ class _Links:
         if batch.needs.states:
             states = hidden.states.float()
             picked = picked._replace(states=states if width == 1 else states.view(-1, width, states.shape[1]))
-        return picked, replace(accepted, features=self._rounds.features(hidden.taps))
+        return picked, accepted, hidden.taps
 
-    def draft(self, batch: DecodeBatch, found: tuple[Picked, Accepted]) -> Picked:
-        """What is drafted for the next round."""
-        picked, accepted = found
-        self._rounds.draft(accepted, batch.tokens_per_row - 1)
+    def draft(self, batch: DecodeBatch, found: tuple[Picked, Accepted, tuple[torch.Tensor, ...]]) -> Picked:
+        """What is drafted for the next round; after a plain step nothing is."""
+        picked, accepted, taps = found
+        if batch.tokens_per_row == 1:
+            self._rounds.leave(accepted, taps)
+        else:
+            self._rounds.draft(replace(accepted, features=self._rounds.features(taps)), batch.tokens_per_row - 1)
         return picked
 
 
@@ -105,10 +118,16 @@ HALF_ROUNDS = "drafts=half"
 
 
 def target_verify_pass(
-    parts: PassParts, backend: str, declared: PassDeclaration, drafter: Drafter, *, narrows: bool = False
+    parts: PassParts,
+    backend: str,
+    declared: PassDeclaration,
+    drafter: Drafter,
+    unread: UnreadSize | None = None,
+    *,
+    narrows: bool = False,
 ) -> Pass:
     """The pass over rows that decode in rounds: verify, then draft, as one recording."""
-    rounds, length = DraftedRounds(parts, drafter), parts.tables.length
+    rounds, length = DraftedRounds(parts, drafter, unread), parts.tables.length
     links, batches = _Links(parts, rounds, backend), DecodeBatches(parts.limits, rounds.ahead)
 
     def written(batch: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +157,7 @@ def target_verify_pass(
         reads=(*rounds.reads, *drafter.reads),
         writes=(*rounds.writes, *drafter.writes),
     )
-    return replace(chained(declared, verify, draft), written=written)
+    return replace(chained(declared, verify, draft), written=written, before=DRAFT_EXTEND.name)
 
 
 def speculating_passes(
@@ -150,24 +169,29 @@ def speculating_passes(
     """
 
     def target_verify(parts: PassParts, backend: str) -> Pass:
-        return target_verify_pass(parts, backend, declared, drafting.make(parts), narrows=narrows)
+        return target_verify_pass(parts, backend, declared, drafting.make(parts), drafting.unread, narrows=narrows)
+
+    def extend(parts: PassParts, backend: str) -> Pass:
+        return draft_extend_pass(parts, extends, drafting.make(parts), drafting.unread)
 
     def draft(parts: PassParts, backend: str) -> Pass:
-        return draft_pass(parts, drafts, drafting.make(parts), narrows=narrows)
+        return draft_pass(parts, drafts, drafting.make(parts), drafting.unread, narrows=narrows)
 
     def mixed(plain: PassDeclaration, make: Callable[..., Pass]) -> PassDeclaration:
         def made(parts: PassParts, backend: str) -> Pass:
             drafter = drafting.make(parts)
-            rounds = DraftedRounds(parts, drafter)
+            rounds = DraftedRounds(parts, drafter, drafting.unread)
             found = make(parts, backend, plain, rounds)
-            return replace(found, then=DRAFT.name, reads=(*rounds.reads, *drafter.reads), writes=drafter.writes)
+            reads = (*rounds.reads, *drafter.reads)
+            return replace(found, before=DRAFT_EXTEND.name, then=DRAFT.name, reads=reads, writes=drafter.writes)
 
         return replace(plain, make=made)
 
     def columns() -> Sequence[Column]:
-        return (*round_columns(drafting.depth), *drafting.columns())
+        unread = () if drafting.unread is None else drafting.unread.columns()
+        return (*round_columns(drafting.depth), *unread, *drafting.columns())
 
     declared = replace(TARGET_VERIFY, make=target_verify, columns=columns, keeps=drafting.keeps)
-    drafts = replace(DRAFT, make=draft)
-    passes = declared, mixed(PREFILL, prefill_pass), drafts, HEARTBEAT
+    extends, drafts = replace(DRAFT_EXTEND, make=extend), replace(DRAFT, make=draft)
+    passes = declared, mixed(PREFILL, prefill_pass), extends, drafts, HEARTBEAT
     return (*passes, mixed(EMBED, embed_pass)) if embeddings else passes

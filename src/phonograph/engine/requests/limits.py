@@ -35,6 +35,8 @@ class Limits:
     tokens_per_row: int = 1
     """Tokens that a step computes for a row that decodes at most, and that it can bring it. With 1 it brings just that
     one; with more, any number up to it, or none. Where it is more, a step may compute one all the same."""
+    unread_places: int = 0
+    """Tokens of a row that plain steps may leave unread by a drafter; with 0 it reads each in its step."""
     scored_places: int = 64
     """Tokens of prompts that a step can score, however many sequences sample in it; where fewer do, their places are
     used too. Each is a row of every mixed step's last norm, used or not."""
@@ -87,8 +89,8 @@ class Limits:
     @property
     def num_positions(self) -> int:
         """Positions that a step may compute: the last tokens of a row that decodes may lie past its end, and what is
-        drafted after these."""
-        return self.max_len + 2 * (self.tokens_per_row - 1)
+        drafted after these; so may places for unread tokens that hold none."""
+        return self.max_len + 2 * (self.tokens_per_row - 1) + self.unread_places
 
     @property
     def fewest_per_row(self) -> int:
@@ -103,6 +105,10 @@ class Limits:
     @property
     def max_chunk(self) -> int:
         return min(self.chunk or self.max_tokens, self.max_tokens)
+
+
+UNREAD_PLACES = 32
+"""What engines have where a drafter reads hidden states: it runs once in so many plain steps."""
 
 
 def half_width(tokens_per_row: int) -> int:
@@ -121,4 +127,5 @@ _LEAST = {
     "num_pages": 2,
     "reserve_tokens": 0,
     "max_ahead": 0,
+    "unread_places": 0,
 }

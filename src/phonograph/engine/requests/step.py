@@ -84,6 +84,8 @@ class ScheduledStep:
     """Tokens that it computes for each decode, and that it can bring each at most."""
     pass_name: str = field(kw_only=True)
     """The forward pass that runs it."""
+    catches_up: bool = field(default=False, kw_only=True)
+    """Whether, before that, the drafter reads what earlier steps left of the decodes, and drafts for a round."""
     sampling: tuple[Sequence, ...] = field(init=False)
     """Sequences that the step samples a token for, in batch order: decodes, then prefills that reach their end."""
 

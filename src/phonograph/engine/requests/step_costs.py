@@ -17,6 +17,8 @@ class StepCosts:
     """Rising."""
     ratios: Mapping[int, tuple[float, ...]]
     """Tokens that a round computes of each row → the ratio at each size."""
+    catching_up: tuple[float, ...] = ()
+    """What a drafter does between plain steps and rounds, in plain steps, at each size; nothing where it is empty."""
 
     @property
     def widths(self) -> list[int]:
@@ -25,9 +27,14 @@ class StepCosts:
 
     def ratio(self, num_rows: int, width: int) -> float:
         """For so many rows: that of the next size which was measured; a plain step is 1."""
-        if width == 1:
-            return 1.0
-        return self.ratios[width][min(bisect_left(self.sizes, num_rows), len(self.sizes) - 1)]
+        return 1.0 if width == 1 else self.ratios[width][self._at(num_rows)]
+
+    def to_catch_up(self, num_rows: int) -> float:
+        """For so many rows, what the first round after plain steps costs besides."""
+        return self.catching_up[self._at(num_rows)] if self.catching_up else 0.0
+
+    def _at(self, num_rows: int) -> int:
+        return min(bisect_left(self.sizes, num_rows), len(self.sizes) - 1)
 
     def __str__(self) -> str:
         """Of many sizes the powers of two, and the largest."""

@@ -14,6 +14,7 @@ from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence, State
 from phonograph.engine.requests.step import Chunk, Sampled, ScheduledStep, Update, problem_at
 from phonograph.engine.scheduling.admission import sequences_of
+from phonograph.engine.scheduling.catching_up import CatchingUp
 from phonograph.engine.scheduling.counts import Counts
 from phonograph.engine.scheduling.decode_set import DecodeSet
 from phonograph.engine.scheduling.queue import WaitingQueue
@@ -47,6 +48,7 @@ class Scheduler:
         self.shares_prompts = prefix_cache
         self.passes, self._mixed, self._clock = passes, mixed, clock
         self.width: StepWidth = WhereDrafted(limits)
+        self._catching_up = CatchingUp(limits)
         self._live: dict[str, list[Sequence]] = {}
         self._followers: dict[Sequence, list[Sequence]] = {}
         """Siblings (n > 1), waiting until the first of their request has computed the prompt, which they then share."""
@@ -149,16 +151,15 @@ class Scheduler:
             decodes, chunks = self._plan_pure()
         if not decodes and not chunks:
             return None
-        self._launched += 1
-        number = self._launched
+        self._launched = number = self._launched + 1
         most = self.width.of(decodes)
-        fewest = fewest_of(most)
+        fewest, catches_up = fewest_of(most), self._catching_up.is_due(most, decodes, chunks)
         for sequence in decodes:
             sequence.num_computed += most
             sequence.num_launched_outputs += fewest
             sequence.last_step = number
-        name = self.passes.with_prefills(chunks) if chunks else self.passes.decodes
-        step = ScheduledStep(number, decodes, tuple(chunks), self.rows.page_updates(), most, pass_name=name)
+        name, pages = self.passes.with_prefills(chunks) if chunks else self.passes.decodes, self.rows.page_updates()
+        step = ScheduledStep(number, decodes, tuple(chunks), pages, most, pass_name=name, catches_up=catches_up)
         self._in_flight.append(step)
         return step
 

@@ -14,13 +14,14 @@ from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep, Update
 from phonograph.engine.requests.step_costs import StepCosts
 
-_STAKE = 7.0
+_STAKE = 5.5
 """The time, in plain steps, that probes may have lost at once should all drafts be wrong: together with the share
-below, less than two percent of any 512 steps. The first sequences lose it, or whoever is there when probes begin."""
-_PROBE_SHARE = 0.005
+below, 1.3 percent of any 512 steps; what plain steps leave for the drafter may take the rest of two. The first
+sequences lose it, or whoever is there when probes begin."""
+_PROBE_SHARE = 0.002
 """Of the time of other steps, what further probes may lose."""
-_PROBE_ROUNDS = 2
-"""After a narrower step the first round has old drafts to verify, the second those of the first."""
+_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 4
+"""Of a probe: as many as there is credit for. One round of a single row tells little."""
 _WEIGHT = 1 / 16
 """Of a round in the running means."""
 _STREAK = 4.0
@@ -74,16 +75,17 @@ class WhereDrafted:
 class Acceptance:
     """How many rows of a step accept a draft in each place of a round, as running means over recent rounds.
 
-    A place is looked at only where the step before drafted for it: what is verified after a narrower one is old.
+    A place is looked at only where it had a fresh draft: what is verified after a narrower step is old, unless the
+    drafter has caught up in between.
     """
 
     def __init__(self, depth: int) -> None:
         self._shares, self._seen = [0.0] * depth, [0] * depth
         self._before = depth + 1
 
-    def note(self, width: int, counts: Mapping[Brought, int]) -> None:
+    def note(self, width: int, counts: Mapping[Brought, int], *, catches_up: bool = False) -> None:
         """A step of this width, and how many rows it brought what; what is not known of a place counts as the mean."""
-        drafted, self._before = min(width, self._before) - 1, width
+        drafted, self._before = (width if catches_up else min(width, self._before)) - 1, width
         num_rows = sum(counts.values())
         for place in range(drafted if num_rows else 0):
             mean = self._shares[place]
@@ -137,7 +139,7 @@ class WherePaid:
         if width > 1 and decodes:
             ratios = {one: self._costs.ratio(len(decodes), one) for one in (*self._costs.widths, 1)}
             width = self._width = self._best(ratios)
-            if self._probes(ratios):
+            if self._probes(ratios, self._costs.to_catch_up(len(decodes))):
                 width = self._probe
         self._last = width
         return width
@@ -151,12 +153,12 @@ class WherePaid:
         best = max(ratios, key=rate)
         return best if rate(best) > rate(self._width) * _MARGIN else self._width
 
-    def _probes(self, ratios: dict[int, float]) -> bool:
+    def _probes(self, ratios: dict[int, float], catching_up: float) -> bool:
         """Whether a step looks what a wider round brings by now; it is paid for then."""
         own = ratios[self._width]
         self._credit = min(_STAKE, self._credit + _PROBE_SHARE * own)
         if not self._rounds_left:
-            self._begin_probe(ratios, own)
+            self._begin_probe(ratios, own, catching_up)
         if not self._rounds_left or self._probe <= self._width:
             self._rounds_left = 0
             return False
@@ -164,15 +166,21 @@ class WherePaid:
         self._credit -= max(0.0, ratios[self._probe] - own)
         return True
 
-    def _begin_probe(self, ratios: dict[int, float], own: float) -> None:
+    def _begin_probe(self, ratios: dict[int, float], own: float, catching_up: float) -> None:
         """By the widest round that can pay at all and that is not too dear, once there is the credit for it."""
         for width in self._costs.widths:
-            rounds = 1 if self._last >= width else _PROBE_ROUNDS
-            price = rounds * (ratios[width] - own)
+            each = max(1e-6, ratios[width] - own)
+            # After plain steps the drafter catches up first; after a narrower round, one more has old drafts to verify.
+            is_narrower = 1 < self._last < width
+            first = catching_up if self._last == 1 else each if is_narrower else 0.0
+            fewest = _FEWEST_ROUNDS if first + _FEWEST_ROUNDS * each <= _STAKE else 1
+            price = first + fewest * each
             if width > self._width and ratios[width] < width and price <= _STAKE:
                 if price <= self._credit:
                     self._acceptance.forget()
-                    self._probe, self._rounds_left = width, rounds
+                    rounds = min(_MOST_ROUNDS, int((self._credit - first) / each))
+                    self._credit -= catching_up if self._last == 1 else 0.0
+                    self._probe, self._rounds_left = width, rounds + is_narrower
                 return
 
     def took(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
@@ -187,7 +195,7 @@ class WherePaid:
             for sequence, tokens, finish in updates
             if (finish is None or finish is FinishReason.LENGTH) and sequence in decoding
         )
-        self._acceptance.note(width, counts)
+        self._acceptance.note(width, counts, catches_up=step.catches_up)
         if counts and width <= self._width:
             mean = self._acceptance.tokens(width)
             brought = sum(rows * (max(one, mean) if is_cut_off else one) for (one, is_cut_off), rows in counts.items())

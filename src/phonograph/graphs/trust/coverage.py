@@ -23,9 +23,11 @@ from phonograph.graphs.running.runner import Runner
 
 log = logging.getLogger("phonograph")
 
+_Run = Callable[[Runner, ShapeKey, Sample, Extent], None]
 _SEED = 0
 _MAX_STATE_BYTES = 1 << 30
 _RUNS = 3
+_REPEATS = 8
 
 
 @dataclass(frozen=True)
@@ -178,13 +180,30 @@ def _measured_cost(runner: Runner, gap: Gap) -> Cost:
     return Cost(gap.last, eager, nearest.size, _seconds(runner, nearest, _replay))
 
 
-def replay_seconds(runner: Runner, key: ShapeKey) -> float:
-    """How long a replay of a recording takes, its load included: the least of a few."""
-    return _seconds(runner, key, _replay)
+def steady_seconds(runner: Runner, key: ShapeKey) -> float:
+    """How long a replay takes among others of the same recording, without loads, by the device's clock: the least of a
+    few looks. The device is never idle between them, as in steps that are launched ahead."""
+    device = runner.device
+    begun, ended = device.fence(timed=True), device.fence(timed=True)
+    times: list[float] = []
+
+    def repeated(runner: Runner, key: ShapeKey, sample: Sample, extent: Extent) -> None:
+        phase, recording = runner.phase, runner.recording(key)
+        live = runner.registry.live(sample.batch, extent, kwargs=sample.kwargs, without=phase.without)
+        with entering(Current(phase.name, runner.plan.backend, Stage.REPLAYING, live.batch)):
+            begun.record()
+            for _ in range(_REPEATS):
+                recording.replay()
+            ended.record()
+        ended.synchronize()
+        times.append(ended.seconds_since(begun) / _REPEATS)
+
+    _seconds(runner, key, repeated, first=_replay)
+    return min(times)
 
 
-def _seconds(runner: Runner, key: ShapeKey, run: Callable[[Runner, ShapeKey, Sample, Extent], None]) -> float:
-    """The least of a few runs; the first, which may compile and allocate, does not count."""
+def _seconds(runner: Runner, key: ShapeKey, run: _Run, first: _Run | None = None) -> float:
+    """The least of a few runs; the first, which may compile and allocate, and may be another, does not count."""
     sizes = runner.phase.padded(key.size)
     extent = Extent(sizes, sizes)
     sample = runner.phase.sample_for(key, extent, _SEED)
@@ -192,7 +211,7 @@ def _seconds(runner: Runner, key: ShapeKey, run: Callable[[Runner, ShapeKey, Sam
     using = runner.pool.using(f"measuring {runner.phase.name}")
     with torch.no_grad(), using, generators_restored(runner.device), _restored(runner, sample) as watching:
         with watching:
-            run(runner, key, sample, extent)
+            (first or run)(runner, key, sample, extent)
         for _ in range(_RUNS):
             runner.device.synchronize()
             start = time.perf_counter()

@@ -131,7 +131,8 @@ class _Changes:
         if _makes_views(func):
             return func(*args, **kwargs)
         written = list(written_tensors(func, args, kwargs))
-        left = {id(tensor) for tensor in (*written, *self._weights(args, kwargs))}
+        unread = tensors_in(args) if _reads_no_numbers(func) else self._weights(args, kwargs)
+        left = {id(tensor) for tensor in (*written, *unread)}
         args, kwargs = tree_map(
             lambda leaf: leaf if id(leaf) in left else self._changed(leaf),
             (args, kwargs),
@@ -205,6 +206,12 @@ def _address(tensor: torch.Tensor) -> int:
 def _makes_views(func: Any) -> bool:
     infos = [argument.alias_info for argument in func._schema.arguments]
     return any(info is not None and not info.is_write for info in infos)
+
+
+def _reads_no_numbers(func: Any) -> bool:
+    """Whether an op takes the shape, dtype and device of a tensor alone: of a whole cache, for a few rows."""
+    name: str = func._schema.name
+    return bool(func.namespace == "aten" and (name.startswith("aten::new_") or name.endswith("_like")))
 
 
 def _is_rounded(value: Any) -> bool:

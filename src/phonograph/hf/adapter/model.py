@@ -66,6 +66,12 @@ class HfModel:
         output = self.whole.get_output_embeddings()
         return [Matrix(one.weight.detach()) for one in (*inner, output) if one is not None]
 
+    @property
+    def layers(self) -> Any:
+        """Those that a pass runs. A compiler fuses torch's ops by itself, and does not look into a launch."""
+        is_own = self.fused is None or isinstance(self.kernels, TracedKernels)
+        return self.decoder if is_own else self.fused
+
     def with_attention(self, attention: Attention) -> Self:
         return replace(self, attention=attention)
 
@@ -98,9 +104,7 @@ class HfModel:
             given["inputs_embeds"] = inputs.to(self.dtype)[None]
         else:
             given["input_ids"] = (inputs[queries.rows] if queries.by_row else inputs)[None]
-        # A compiler fuses torch's ops by itself, and does not look into a launch.
-        is_own = self.fused is None or isinstance(self.kernels, TracedKernels)
-        return run(self.decoder if is_own else self.fused, step, self.place, **given)[0]
+        return run(self.layers, step, self.place, **given)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return logits_of(self.head, hidden)

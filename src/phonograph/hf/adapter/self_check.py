@@ -6,16 +6,18 @@ A layer that never calls attention is counted before weights are read. What no c
 to its scores by itself, shows in the logits. The longest sequence is at the last positions that are served, as if all
 tokens before it had left a window: a model that looks at the longest position of a batch, or at how many tokens a cache
 has seen, differs.
+
+Where logits differ by more than is plainly rounding, each layer is looked at by itself (`layer_check`).
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import DynamicCache
@@ -23,6 +25,7 @@ from transformers import DynamicCache
 from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.ops.queries import Queries
 from phonograph.hf.adapter import attention
+from phonograph.hf.adapter.layer_check import LAYER_MOST, LayerCheck, layer_check
 from phonograph.hf.adapter.model import HfModel
 from phonograph.hf.adapter.sentences import NATIVE, raised, refused
 from phonograph.sizes import ceil_div
@@ -38,6 +41,8 @@ _MOST = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
 _ROUTED = 0.8
 """The share of prompts' tokens, and of decoded ones, that must agree where rounding may send one to another expert."""
 
+_Found = TypeVar("_Found")
+
 
 @dataclass(frozen=True)
 class SelfCheck:
@@ -48,12 +53,15 @@ class SelfCheck:
     """Over tokens, the root mean square of the difference of logits over their standard deviation."""
     seconds: float
     has_windows: bool
+    by_layer: str = ""
+    """What was found of each layer alone, where logits differ by more than is plainly rounding."""
 
     def __str__(self) -> str:
         window = ", windows crossed" if self.has_windows else ""
+        rounding = f" by roundings that grow ({self.by_layer})" if self.by_layer else ""
         return (
             f"checked against the model's own eager attention: {self.num_tokens} tokens of {len(_LENGTHS)} sequences"
-            f"{window}, logits differ by {self.worst:.1e} of their spread; {self.seconds:.2f} s"
+            f"{window}, logits differ by {self.worst:.1e} of their spread{rounding}; {self.seconds:.2f} s"
         )
 
 
@@ -64,37 +72,68 @@ def self_check(model: HfModel, source: str) -> SelfCheck:
     Windows are narrowed also where attention was told of none: a model may have put them into its mask.
     """
     began = time.perf_counter()
-    checks = [*_differences(model, source)]
-    below = sys.maxsize if model.outline.windows else model.max_len
-    with narrowed(model.whole, _WINDOW, below, model.fused) as has_windows:
-        if has_windows:
-            checks += _differences(model, source)
+    found = _by_windows(model, lambda: _differences(model, source))
+    checks = [part for parts in found for part in parts]
     differences = torch.cat(checks)
     most, count = _MOST[model.dtype], len(differences)
     is_routed = model.outline.routes or bool(model.outline.breaks)
     share = _ROUTED if is_routed and model.dtype != torch.float32 else 1.0
+    by_layer = ""
     if any(int((one <= most).sum()) < share * len(one) for one in checks):  # NaN is not below
-        bad = int((~(differences <= most)).sum())
-        raise refused(
-            source,
-            f"{bad} of {count} tokens of a short batch have other logits than with the model's own eager attention (by "
-            f"{differences.max().item():.2g} of their spread; at most {most:g} is rounding)",
-            "Its attention, or its positions, are of a kind that ours does not know, or it looks at its batch as a "
-            "whole: use another model.",
-        )
-    return SelfCheck(count, differences.max().item(), time.perf_counter() - began, has_windows)
+        bad, worst = int((~(differences <= most)).sum()), differences.max().item()
+        by_layer = _agreement_by_layer(model, source, f"{bad} of {count} tokens", f"by {worst:.2g} of their spread")
+    return SelfCheck(count, differences.max().item(), time.perf_counter() - began, len(found) > 1, by_layer)
+
+
+def _by_windows(model: HfModel, look: Callable[[], _Found]) -> list[_Found]:
+    """What is found as windows are, and narrowed where there are any."""
+    found = [look()]
+    below = sys.maxsize if model.outline.windows else model.max_len
+    with narrowed(model.whole, _WINDOW, below, model.fused) as has_windows:
+        if has_windows:
+            found.append(look())
+    return found
+
+
+def _agreement_by_layer(model: HfModel, source: str, bad: str, apart: str) -> str:
+    """Whether logits are apart by roundings alone, that grow from layer to layer: how near each layer is by itself.
+
+    In float32 none grow so far.
+    """
+    fault = f"at most {_MOST[model.dtype]:g} is rounding"
+    if model.dtype in LAYER_MOST:
+        found = [one for one in _by_windows(model, lambda: _by_layer(model)) if one is not None]
+        faults = [told for one in found if (told := one.fault()) is not None]
+        if found and not faults:
+            return str(max(found, key=lambda one: one.worst))
+        fault += f"; given the same, {faults[0]} of its size" if faults else ""
+    raise refused(
+        source,
+        f"{bad} of a short batch have other logits than with the model's own eager attention ({apart}; {fault})",
+        "Its attention, or its positions, are of a kind that ours does not know, or it looks at its batch as a "
+        "whole: use another model.",
+    )
+
+
+def _by_layer(model: HfModel) -> LayerCheck | None:
+    sequences, skipped = _batch(model)
+    return layer_check(
+        model,
+        *(len(sequences), _STEPS),
+        eager=lambda: _eager_logits(model, sequences, skipped),
+        paged=lambda: _paged_logits(model, sequences, skipped),
+    )
 
 
 def _differences(model: HfModel, source: str) -> tuple[torch.Tensor, torch.Tensor]:
     """One for each token of prompts, and of what is decoded after them; a token whose greedy successor is another, by
     more than rounding, counts as 1."""
-    sequences = _sequences(model)
-    last = min(model.max_len, model.config.max_len)
-    skipped = [0, 0, max(0, last - len(sequences[-1]))]
+    sequences, skipped = _batch(model)
     try:
         wanted = _eager_logits(model, sequences, skipped)
     except Exception as error:
-        when = f"with its own eager attention, in a short batch whose last position is {last - 1:,}"
+        last = skipped[-1] + len(sequences[-1]) - 1
+        when = f"with its own eager attention, in a short batch whose last position is {last:,}"
         remedy = "Correct its configuration, give a smaller --max-len, or use another model."
         raise raised(source, model.whole, error, when, remedy) from error
     if bad := int((~wanted.isfinite()).sum()):
@@ -112,6 +151,13 @@ def _differences(model: HfModel, source: str) -> tuple[torch.Tensor, torch.Tenso
     found = torch.where(margins > 8 * _MOST[model.dtype], torch.ones_like(apart), apart)
     num_decoded = _STEPS * len(sequences)
     return found[:-num_decoded], found[-num_decoded:]
+
+
+def _batch(model: HfModel) -> tuple[list[torch.Tensor], list[int]]:
+    """Sequences, and how many positions are before each: the longest is at the last that are served."""
+    sequences = _sequences(model)
+    last = min(model.max_len, model.config.max_len)
+    return sequences, [0, 0, max(0, last - len(sequences[-1]))]
 
 
 def _sequences(model: HfModel) -> list[torch.Tensor]:

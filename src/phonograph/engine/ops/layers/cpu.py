@@ -94,7 +94,9 @@ class CpuKernels:
     ) -> None:
         _REFERENCE.write_next_token(queries, tokens, last_token, length)
 
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, *, keeps: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if norm.weight.dtype != torch.float32:
             return _REFERENCE.add_norm(x, delta, norm)
         x = x.contiguous()
@@ -115,7 +117,7 @@ class CpuKernels:
         return self._projected(x, matrix, delta, norm)
 
     def norm_gated(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix, *, keeps: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._projected(x, gate_up, delta, norm, gated=True)
 

@@ -59,7 +59,9 @@ class ReferenceKernels:
         last_token.index_put_((rows,), tokens.clamp_min(0) * real)
         length.index_put_((rows,), (queries.token_positions + 1) * real)
 
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, *, keeps: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x = x if delta is None else x + delta
         return _normed(x, norm), x
 
@@ -73,7 +75,7 @@ class ReferenceKernels:
         return linear(h, matrix), x
 
     def norm_gated(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix, *, keeps: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         h, x = self.add_norm(x, delta, norm)
         return self.silu_mul(linear(h, gate_up)), x

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
-from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens, RoundTokens
+from phonograph.engine.ops.kernels import AcceptedTokens, LeftTokens, NewTokens, ReadMarks, RoundTokens, Unread
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.requests.step import NO_DRAFT, NO_TOKEN
 
@@ -24,9 +26,28 @@ class ReferenceRounds:
         flat = rows.repeat_interleave(width)
         return RoundTokens(flat, length[flat] + offsets, tokens_at(flat, offsets, drafts, last_token, vocab))
 
-    def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
+    def keep_drafts(
+        self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor, marks: ReadMarks | None = None
+    ) -> None:
         all_places = functional.pad(found.to(drafts.dtype), (0, drafts.shape[1] - found.shape[1]), value=-1)
         drafts.index_put_((rows,), all_places * (rows > 0)[:, None])
+        if marks is not None:
+            mark_read(marks, rows)
+
+    def leave(self, unread: Unread, new: NewTokens, taps: Sequence[torch.Tensor]) -> None:
+        # What brings nothing goes to the null row, which nobody reads.
+        rows, places = new.rows * (new.counts > 0), new.starts % unread.tokens.shape[1]
+        unread.tokens.index_put_((rows, places), new.tokens[:, 0])
+        for tap, states in enumerate(taps):
+            unread.states.index_put_((rows, places, torch.full_like(rows, tap)), states.to(unread.states.dtype))
+
+    def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor) -> LeftTokens:
+        most, ends = unread.tokens.shape[1], length[rows]
+        counts = (ends - unread.read_to[rows]).clamp(0, most) * (rows > 0)
+        starts = ends - counts
+        places = (starts[:, None] + torch.arange(most, device=rows.device)) % most
+        states = unread.states[rows[:, None], places].flatten(0, 1)
+        return LeftTokens(starts, unread.tokens[rows[:, None], places], counts, states.unbind(1))
 
     def accept(
         self,
@@ -68,6 +89,11 @@ class ReferenceRounds:
         self.keep(history, new)
         lasts = (new.starts + new.counts).clamp_max(history.shape[1] - 1)
         return torch.where((new.rows > 0)[:, None], continued(history[new.rows], lasts, depth), -1)
+
+
+def mark_read(marks: ReadMarks, rows: torch.Tensor) -> None:
+    """All that these rows have is read."""
+    marks.read_to.index_put_((rows,), marks.length[rows])
 
 
 def tokens_at(

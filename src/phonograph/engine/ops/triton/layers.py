@@ -66,8 +66,10 @@ class TritonKernels:
     ) -> None:
         steps.write_next_token(queries, tokens, last_token, length)
 
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        return rows.add_norm(x, delta, norm, overlap=self._overlap)
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, *, keeps: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows.add_norm(x, delta, norm, keeps=keeps, overlap=self._overlap)
 
     def joined_norms(self, parts: Sequence[torch.Tensor], norms: Sequence[Norm]) -> torch.Tensor:
         return rows.joined_norms(parts, norms, overlap=self._overlap)
@@ -87,10 +89,10 @@ class TritonKernels:
         return self._products.norm_linear(choice, x, delta, norm, matrix)
 
     def norm_gated(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
+        self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix, *, keeps: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         choice = self._choice("norm_gated", x, gate_up.data, gate_up.shape[0] // 2)
-        return self._products.norm_gated(choice, x, delta, norm, gate_up)
+        return self._products.norm_gated(choice, x, delta, norm, gate_up, keeps=keeps)
 
     def linear(self, x: torch.Tensor, matrix: Matrix, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self._products.linear(self._choice("linear", x, matrix.data, matrix.shape[0]), x, matrix, dtype)

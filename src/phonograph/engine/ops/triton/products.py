@@ -47,14 +47,21 @@ class Products:
         return self.linear(choice, h, matrix), x
 
     def norm_gated(
-        self, choice: Choice, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, gate_up: Matrix
+        self,
+        choice: Choice,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        norm: Norm,
+        gate_up: Matrix,
+        *,
+        keeps: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(silu(gate) · up of norm(x + delta), x + delta), without a bias."""
         if choice.kind == "vector":
             return vector.product(x, gate_up.data, choice, delta=delta, norm=norm, gated=True)
         if _holds_norm(choice, gate_up.dtype):
             return tiles.product(x, gate_up.data, choice, self._counters, delta=delta, norm=norm, gated=True)
-        h, x = rows.add_norm(x, delta, norm, overlap=_of_companions(choice))
+        h, x = rows.add_norm(x, delta, norm, keeps=keeps, overlap=_of_companions(choice))
         if choice.kind == "matrix":
             return tiles.product(h, gate_up.data, choice, self._counters, gated=True)[0], x
         return rows.silu_mul(self.linear(choice, h, gate_up), overlap=_of_companions(choice)), x

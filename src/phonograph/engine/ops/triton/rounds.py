@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton.language as tl
 
-from phonograph.engine.ops.kernels import AcceptedTokens, NewTokens, RoundTokens
+from phonograph.engine.ops.kernels import AcceptedTokens, LeftTokens, NewTokens, ReadMarks, RoundTokens, Unread
+from phonograph.engine.ops.layers.rounds import ReferenceRounds
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.ops.triton.kernel import kernel
 from phonograph.engine.requests.step import NO_DRAFT, NO_TOKEN
@@ -17,6 +20,9 @@ _TOKENS = 256
 """Tokens of a program that spreads rounds, or keeps drafts."""
 _PLACES = 2048
 """Places that a program compares at a time."""
+_MOST_TAPS = 3
+"""Tapped states that one launch takes."""
+_REFERENCE = ReferenceRounds()
 
 
 @kernel(unspecialised=["num_tokens"])
@@ -39,16 +45,71 @@ def _spread(
 
 @kernel(unspecialised=["num_drafts"])
 def _keep_drafts(
-    drafts_ptr, rows_ptr, found_ptr, num_drafts, rows_step,
-    depth: tl.constexpr, found_depth: tl.constexpr, block: tl.constexpr,
+    drafts_ptr, rows_ptr, found_ptr, read_to_ptr, length_ptr, num_drafts, rows_step,
+    depth: tl.constexpr, found_depth: tl.constexpr, has_marks: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Some drafts, and none in the places after those that were found; those of padding go nowhere."""
+    """Some drafts, and none in the places after those that were found; those of padding go nowhere. The first place
+    of a row marks it as read."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     number, place = at // depth, at % depth
     row = tl.load(rows_ptr + number * rows_step, mask=at < num_drafts, other=0)
     is_found = (at < num_drafts) & (place < found_depth)
     found = tl.load(found_ptr + number * found_depth + place, mask=is_found, other=-1)
     tl.store(drafts_ptr + row * depth + place, found, mask=row > 0)
+    if has_marks:
+        is_first = (row > 0) & (place == 0)
+        tl.store(read_to_ptr + row, tl.load(length_ptr + row, mask=is_first, other=0), mask=is_first)
+
+
+@kernel()
+def _leave(
+    rows_ptr, starts_ptr, tokens_ptr, counts_ptr, first_ptr, second_ptr, third_ptr, states_ptr, ring_ptr,
+    first_row, second_row, third_row, rows_step, starts_step, tokens_row,
+    places: tl.constexpr, width: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    """One tapped state of a row to its place; the first of them takes the token along."""
+    number, tap, taps = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row = tl.load(rows_ptr + number * rows_step).to(tl.int64)
+    if (row > 0) & (tl.load(counts_ptr + number) > 0):
+        place = row * places + tl.load(starts_ptr + number * starts_step).to(tl.int64) % places
+        column = tl.arange(0, columns)
+        line = first_ptr + number * first_row
+        if tap == 1:
+            line = second_ptr + number * second_row
+        elif tap == 2:
+            line = third_ptr + number * third_row
+        state = tl.load(line + column, mask=column < width, other=0.0)
+        tl.store(
+            states_ptr + (place * taps + tap) * width + column,
+            state.to(states_ptr.dtype.element_ty),
+            mask=column < width,
+        )
+        if tap == 0:
+            tl.store(ring_ptr + place, tl.load(tokens_ptr + number * tokens_row))
+
+
+@kernel(unspecialised=["num_tokens"])
+def _left(
+    rows_ptr, length_ptr, read_to_ptr, states_ptr, ring_ptr, starts_ptr, counts_ptr, tokens_ptr, taken_ptr, num_tokens,
+    rows_step, places: tl.constexpr, width: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    """One tapped state of a place of a row; the first tap has the token, the first place where the row's begin."""
+    at, tap, taps = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    number, offset = at // places, at % places
+    row = tl.load(rows_ptr + number * rows_step).to(tl.int64)
+    end = tl.load(length_ptr + row)
+    unread = tl.minimum(tl.maximum(end - tl.load(read_to_ptr + row), 0), places)
+    count = tl.where(row > 0, unread, 0)
+    start = end - count
+    place = row * places + (start + offset) % places
+    column = tl.arange(0, columns)
+    state = tl.load(states_ptr + (place * taps + tap) * width + column, mask=column < width, other=0.0)
+    tl.store(taken_ptr + (tap.to(tl.int64) * num_tokens + at) * width + column, state, mask=column < width)
+    if tap == 0:
+        tl.store(tokens_ptr + at, tl.load(ring_ptr + place))
+        if offset == 0:
+            tl.store(starts_ptr + number, start)
+            tl.store(counts_ptr + number, count)
 
 
 @kernel(unspecialised=["num_rows"])
@@ -146,13 +207,42 @@ class TritonRounds:
             )  # fmt: skip
         return found
 
-    def keep_drafts(self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
+    def keep_drafts(
+        self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor, marks: ReadMarks | None = None
+    ) -> None:
         found, depth = found.to(drafts.dtype).contiguous(), drafts.shape[1]
         if num_drafts := found.shape[0] * depth:
+            tables = (drafts, drafts) if marks is None else (marks.read_to, marks.length)
             _keep_drafts[(ceil_div(num_drafts, _TOKENS),)](
-                drafts, rows, found, num_drafts, rows.stride(0), depth=depth, found_depth=found.shape[1],
-                block=_TOKENS, num_warps=4,
+                drafts, rows, found, *tables, num_drafts, rows.stride(0), depth=depth, found_depth=found.shape[1],
+                has_marks=marks is not None, block=_TOKENS, num_warps=4,
             )  # fmt: skip
+
+    def leave(self, unread: Unread, new: NewTokens, taps: Sequence[torch.Tensor]) -> None:
+        if not 1 <= len(taps) <= _MOST_TAPS:
+            _REFERENCE.leave(unread, new, taps)
+            return
+        (num_rows, width), three = taps[0].shape, (*taps, taps[-1], taps[-1])[:3]
+        if num_rows:
+            columns = next_power_of_two(width)
+            _leave[(num_rows, len(taps))](
+                new.rows, new.starts, new.tokens, new.counts.contiguous(), *three, unread.states, unread.tokens,
+                *(tap.stride(0) for tap in three), new.rows.stride(0), new.starts.stride(0), new.tokens.stride(0),
+                places=unread.tokens.shape[1], width=width, columns=columns, num_warps=min(8, max(1, columns // 512)),
+            )  # fmt: skip
+
+    def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor) -> LeftTokens:
+        (_, places, taps, width), num_rows = unread.states.shape, rows.shape[0]
+        taken = unread.states.new_empty((taps, num_rows * places, width))
+        starts, counts, tokens = (rows.new_empty(shape) for shape in (num_rows, num_rows, (num_rows, places)))
+        if num_rows:
+            columns = next_power_of_two(width)
+            _left[(num_rows * places, taps)](
+                rows, length, unread.read_to, unread.states, unread.tokens, starts, counts, tokens, taken,
+                num_rows * places, rows.stride(0), places=places, width=width, columns=columns,
+                num_warps=min(8, max(1, columns // 512)),
+            )  # fmt: skip
+        return LeftTokens(starts, tokens, counts, taken.unbind(0))
 
     def accept(
         self,

@@ -90,13 +90,14 @@ def _silu_mul(
 
 
 def add_norm(
-    x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, *, overlap: Overlap = "none"
+    x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, *, keeps: bool = False, overlap: Overlap = "none"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + delta), x + delta) of rows; the sum takes the place of x where that is contiguous."""
+    """(norm(x + delta), x + delta) of rows; the sum takes the place of x if that is contiguous and nobody keeps it."""
     num_rows, width = x.shape
     columns = next_power_of_two(_held(width))
     normed = torch.empty((num_rows, width), dtype=norm.weight.dtype, device=x.device)
-    total = x if delta is None or x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+    in_place = delta is None or (x.is_contiguous() and not keeps)
+    total = x if in_place else torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_rows:
         _add_norm[(num_rows,)](
             x, x if delta is None else delta, norm.weight, normed, total,

@@ -4,7 +4,8 @@ The best token after Gumbel noise is a draw. Top-k, top-p and min-p each keep th
 of the logits, so a draw over all tokens is the draw over the kept ones if it is kept itself. If it is not, neither is
 anything after it, and the next draw is among those ahead of it: a draw is accepted at once with the probability that
 truncation keeps, and what is left shrinks each time. Of tokens with equal logits the one with the higher number stands
-ahead.
+ahead. Where nothing stands ahead of a draw, it is taken: a row has a token, and its loops end, also where the highest
+logits that were surveyed are not those of the logits, since verify changes both at random.
 """
 
 from __future__ import annotations
@@ -224,7 +225,8 @@ def _settled(
         above = tl.sum((scaled > pivot).to(tl.int32), 0)
         left = left & _is_ahead(scaled, token, pivot, drawn)
         mass = tl.sum(tl.where(left, tl.exp(scaled), 0.0), 0)
-        is_settled = _is_allowed(above, mass, pivot, whole, top_k, top_p, min_p)
+        is_last = tl.sum(left.to(tl.int32), 0) == 0
+        is_settled = is_last | _is_allowed(above, mass, pivot, whole, top_k, top_p, min_p)
     return drawn
 
 
@@ -241,7 +243,7 @@ def _first_kept(
     has_top_k = (top_k > 0) & (above >= top_k) & (count <= kept)
     if is_open & (top_k > 0) & (top_k < vocab) & (top_p < 1) & (not has_top_k):
         whole = _top_k_mass(logits_ptr, top, divisor, whole, top_k, vocab)
-    is_settled = _is_allowed(above, mass, pivot, whole, top_k, top_p, min_p)
+    is_settled = (count == 0) | _is_allowed(above, mass, pivot, whole, top_k, top_p, min_p)
     while not is_settled:
         if count <= kept:
             _write_down(logits_ptr, kept_ptr, top, divisor, pivot, drawn, vocab, kept)
@@ -255,7 +257,7 @@ def _first_kept(
             drawn = _drawn_ahead(logits_ptr, top, divisor, row_hash, pivot, drawn, vocab, precise)
             pivot = _scaled_one(logits_ptr, drawn, top, divisor)
             above, count, mass = _tally(logits_ptr, top, divisor, pivot, drawn, vocab)
-            is_settled = _is_allowed(above, mass, pivot, whole, top_k, top_p, min_p)
+            is_settled = (count == 0) | _is_allowed(above, mass, pivot, whole, top_k, top_p, min_p)
     return drawn
 
 
@@ -301,7 +303,7 @@ def settle(
                 if (top_k > 0) & (top_k <= num_chunks):
                     floor = tl.div_rn(_kth_top(tops, top_k, chunk, num_chunks) - top, divisor)
                     num_kept = _write_down(logits_ptr, kept_ptr, top, divisor, floor, -1, vocab, kept)
-                if num_kept <= kept:
+                if (num_kept >= top_k) & (num_kept <= kept):  # fewer, and the floor is not that of these logits
                     tl.debug_barrier()  # what one thread wrote, others read
                     drawn = _settled(
                         logits_ptr, kept_ptr, num_kept, True, top, divisor, row_hash, whole, top_k, top_p, min_p,

@@ -1,0 +1,263 @@
+"""The pass `draft_extend`: plain steps leave states and tokens, and a drafter reads them later, all at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_head import write_random_head
+
+from drafted import PROMPTS, REQUESTS
+from phonograph import LLM, EngineOptions, SamplingParams, verify
+from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
+from phonograph.engine.checkpoints.mtp import MtpCheckpoint
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core import EngineCore
+from phonograph.engine.execution.executor import Executor
+from phonograph.engine.models.config import SHAPES
+from phonograph.engine.ops.kernels import NewTokens, ReadMarks, RoundKernels, Unread
+from phonograph.engine.ops.layers.rounds import ReferenceRounds
+from phonograph.engine.passes.drafting import Drafting
+from phonograph.engine.passes.eagle import eagle
+from phonograph.engine.passes.mtp import mtp
+from phonograph.engine.passes.ngram import ngram
+from phonograph.engine.passes.ngram_eagle import ngram_eagle
+from phonograph.engine.passes.registry import DRAFT_EXTEND, TARGET_VERIFY
+from phonograph.engine.passes.step import Step
+from phonograph.engine.passes.unread import NAMES, READ_TO
+from phonograph.engine.requests.limits import UNREAD_PLACES, Limits
+from phonograph.engine.requests.request import Request
+from phonograph.engine.scheduling.catching_up import CatchingUp
+from random_modules import written
+from speculation import MAX_LEN, Driver, Switching, check, plain_llm, speculating
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TARGET, DEPTH, PLACES = SHAPES["tiny"], 3, 6
+SLOW = pytest.mark.slow
+DRAFTERS = ["ngram", "eagle", *(pytest.param(name, marks=SLOW) for name in ("ngram+eagle", "mtp"))]
+
+
+def made(name: str, folder: Path) -> Drafting:
+    """By its name; all but the first leave tokens unread."""
+    if name == "ngram":
+        return ngram(DEPTH)
+    model, most = drafted_for(plain_llm().executor.model), MAX_LEN + 16
+    if name == "mtp":
+        return mtp(MtpCheckpoint.open(written(folder / "modules"), TARGET).load(model, most, DEPTH), DEPTH, PLACES)
+    write_random_head(folder / "head", TARGET, 100, torch.float32)
+    head = DraftCheckpoint.open(folder / "head", TARGET).load(model, most)
+    return (eagle if name == "eagle" else ngram_eagle)(head, DEPTH, PLACES)
+
+
+@pytest.fixture
+def drafting(request: pytest.FixtureRequest, tmp_path: Path) -> Drafting:
+    return made(request.param, tmp_path)
+
+
+every_drafter = pytest.mark.parametrize("drafting", DRAFTERS, indirect=True)
+
+
+def engine(drafting: Drafting, backend: str = "full", **changes: Any) -> EngineCore[Executor]:
+    places = 0 if drafting.unread is None else drafting.unread.places
+    return speculating(drafting, backend, unread_places=places, **changes)
+
+
+@dataclass
+class Noted:
+    """The steps that an engine launched."""
+
+    core: EngineCore[Executor]
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        launch = self.core.executor.launch
+
+        def noting(step: Step) -> Any:
+            self.steps.append(step)
+            return launch(step)
+
+        self.core.executor.launch = noting  # type: ignore[method-assign]
+
+
+# -- when -----------------------------------------------------------------------------------------------------
+
+
+def due(places: int, *steps: tuple[int, bool]) -> list[bool]:
+    """Of steps, each by its width and whether prompts are among it."""
+    limits = Limits(2, 99, 64, 8, 99, tokens_per_row=4, unread_places=places)
+    found = CatchingUp(limits)
+    return [found.is_due(width, [1], [1] if is_mixed else []) for width, is_mixed in steps]
+
+
+PLAIN, ROUND, MIXED, MIXED_ROUND = (1, False), (4, False), (1, True), (4, True)
+
+
+def test_a_drafter_catches_up_before_rounds_when_it_must_and_before_prompts() -> None:
+    assert due(3, PLAIN, PLAIN, ROUND, ROUND) == [False, False, True, False]
+    assert due(3, *[PLAIN] * 8) == [False, False, False, True, False, False, True, False]
+    assert due(3, PLAIN, MIXED, MIXED, PLAIN, MIXED_ROUND, ROUND) == [False, True, False, False, True, False]
+
+
+def test_one_that_reads_every_token_catches_up_before_rounds_alone() -> None:
+    assert due(0, *[PLAIN] * 40, MIXED, ROUND, ROUND) == [False] * 41 + [True, False]
+
+
+def test_steps_without_decodes_change_nothing() -> None:
+    found = CatchingUp(Limits(2, 99, 64, 8, 99, tokens_per_row=4, unread_places=3))
+    assert [found.is_due(1, [1], []), found.is_due(4, [], [1]), found.is_due(4, [1], [])] == [False, False, True]
+    assert not CatchingUp(Limits(2, 99, 64, 8, 99)).is_due(1, [1], [])
+
+
+# -- what -----------------------------------------------------------------------------------------------------
+
+
+@every_drafter
+@pytest.mark.parametrize(
+    "backend", ["full", *(pytest.param(name, marks=SLOW) for name in ("breakable", "tc_piecewise", "disabled"))]
+)
+def test_tokens_are_those_of_plain_decoding(drafting: Drafting, backend: str) -> None:
+    """Long stretches of plain steps, rounds between them, prompts among both; second turns too."""
+    core = engine(drafting, backend)
+    core.scheduler.width, noted = Switching((1, 1, 1, 1, 1, DEPTH + 1), every=2), Noted(core)
+    driver = Driver(core)
+    check(driver.run(REQUESTS))
+    check(driver.run(REQUESTS[::-1]))
+    assert any(step.catches_up for step in noted.steps)
+    if backend != "disabled":
+        assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
+
+
+@every_drafter
+def test_the_recordings_are_right(drafting: Drafting) -> None:
+    core = engine(drafting)
+    for name in (DRAFT_EXTEND.name, TARGET_VERIFY.name):
+        report = verify(core.executor.runners[name], batches=2)
+        assert report.ok, report
+    assert {key.axes for key in core.executor.runners[DRAFT_EXTEND.name].captured} == {"", "drafts=off"}
+
+
+@every_drafter
+def test_a_steady_plain_step_is_one_launch(drafting: Drafting) -> None:
+    """And no copy, while nothing has to be read; a pass that reads comes once in so many steps."""
+    core = engine(drafting, reserve_tokens=MAX_LEN)
+    core.scheduler.width, noted = Switching((1,)), Noted(core)
+    core.add(Request("a", PROMPTS[0], SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)))
+    for _ in range(4):
+        core.step()
+    noted.steps.clear()
+    runners = core.executor.runners
+    before = {name: one.stats.replays.total() for name, one in runners.items()}
+    for _ in range(3 * PLACES):
+        core.step()
+    grown = {name: one.stats.replays.total() - before[name] for name, one in runners.items()}
+    reads = sum(step.catches_up for step in noted.steps)
+    assert reads == (0 if drafting.unread is None else 3)
+    assert grown == {**dict.fromkeys(runners, 0), TARGET_VERIFY.name: 3 * PLACES, DRAFT_EXTEND.name: reads}
+
+
+@pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
+def test_a_pass_that_raises_costs_drafts_and_no_token(
+    drafting: Drafting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = engine(drafting, "disabled")
+    core.scheduler.width = Switching((1, 1, DEPTH + 1), every=2)
+
+    def run(batch: Any) -> object:
+        raise RuntimeError("no memory to read")
+
+    monkeypatch.setattr(core.executor.runners[DRAFT_EXTEND.name], "run", run)
+    check(Driver(core).run(REQUESTS[:6]))
+    assert "draft_extend failed, and its rows go on as they are: RuntimeError: no memory to read" in caplog.text
+
+
+def test_a_new_row_has_nothing_to_be_read(tmp_path: Path) -> None:
+    """Whatever its last owner left."""
+    core = engine(made("eagle", tmp_path), "disabled", prefix_cache=False)
+    core.scheduler.width = Switching((1,))
+    read_to, length = core.executor.tables[READ_TO], core.executor.tables.length
+    for number in range(6):
+        core.add(Request(f"{number}", PROMPTS[number % 4], SamplingParams(max_tokens=9, temperature=0.0)))
+        core.step()
+        while not core.is_idle:
+            core.step()
+            assert bool(((length - read_to)[1:] <= PLACES).all())
+
+
+def test_engines_have_places_where_a_drafter_reads_hidden_states(tmp_path: Path) -> None:
+    write_random_head(tmp_path, TARGET, 100, torch.float32)
+    usual: dict[str, Any] = {"max_seqs": 2, "max_tokens": 32, "max_len": 96, "dtype": torch.float32}
+
+    def opened(**changes: Any) -> LLM:
+        return LLM(RandomCheckpoint(TARGET), device="emulated", options=EngineOptions(**usual, **changes))
+
+    plain, ngrams, head = opened(), opened(speculate="ngram"), opened(speculate="eagle", draft=tmp_path)
+    assert [one.limits.unread_places for one in (plain, ngrams, head)] == [0, 0, UNREAD_PLACES]
+    assert head.drafting is not None
+    assert head.drafting.unread is not None
+    names = {column.name for column in head.executor.tables.columns}
+    assert names.issuperset(NAMES)
+    asked = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
+    answers = [one.generate([[5, 9, 200, 3]], asked)[0].tokens for one in (plain, head)]
+    assert answers[0] == answers[1]
+
+
+# -- kernels --------------------------------------------------------------------------------------------------
+
+
+def unread(num_rows: int, places: int, taps: int, width: int) -> Unread:
+    numbers = torch.Generator().manual_seed(num_rows + places)
+    states = torch.randn(num_rows + 1, places, taps, width, generator=numbers)
+    tokens = torch.randint(0, 99, (num_rows + 1, places), generator=numbers)
+    read_to = torch.randint(0, 20, (num_rows + 1,), generator=numbers)
+    return Unread(states.to(DEVICE), tokens.to(DEVICE), read_to.to(DEVICE))
+
+
+def whole(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, device=DEVICE)
+
+
+def copied(one: Unread) -> Unread:
+    return Unread(one.states.clone(), one.tokens.clone(), one.read_to.clone())
+
+
+def kernels_of_rounds() -> RoundKernels:
+    pytest.importorskip("triton")
+    from phonograph.engine.ops.triton.rounds import TritonRounds
+
+    return TritonRounds()
+
+
+@pytest.mark.parametrize("taps", [1, 2, 3, 4])
+@pytest.mark.parametrize(("places", "width"), [(2, 8), (6, 24), (32, 40)])
+def test_kernels_leave_and_take_what_the_reference_does(taps: int, places: int, width: int) -> None:
+    kernels, reference = kernels_of_rounds(), ReferenceRounds()
+    ring = unread(5, places, taps, width)
+    rows, counts, starts = whole(3, 0, 1, 5), whole(1, 0, 0, 1), whole(7, 0, 9, 40)
+    tokens, states = whole(4, 0, 6, 8)[:, None], [torch.randn(4, width, device=DEVICE) for _ in range(taps)]
+    ours, theirs = copied(ring), copied(ring)
+    kernels.leave(ours, NewTokens(rows, starts, tokens, counts), states)
+    reference.leave(theirs, NewTokens(rows, starts, tokens, counts), states)
+    for one, other in zip((ours.states, ours.tokens), (theirs.states, theirs.tokens), strict=True):
+        assert torch.equal(one[1:], other[1:])
+    length, rows = whole(0, 9, 3, 25, 19, 41), whole(1, 0, 2, 3, 4, 5)
+    found, wanted = kernels.left(ours, rows, length), reference.left(theirs, rows, length)
+    assert torch.equal(found.counts, wanted.counts)
+    real = rows > 0
+    for one, other in zip((found.starts, found.tokens), (wanted.starts, wanted.tokens), strict=True):
+        assert torch.equal(one[real], other[real])
+    for one, other in zip(found.taps, wanted.taps, strict=True):
+        shape = len(rows), places, width
+        assert torch.equal(one.view(shape)[real], other.view(shape)[real])
+
+
+def test_kernels_mark_rows_as_read() -> None:
+    length, rows = whole(0, 7, 9, 11), whole(3, 0, 1)
+    found = [whole(-5, -5, -5, -5) for _ in range(2)]
+    for kernels, read_to in zip((kernels_of_rounds(), ReferenceRounds()), found, strict=True):
+        drafts = torch.zeros(4, 2, dtype=torch.int64, device=DEVICE)
+        kernels.keep_drafts(drafts, rows, torch.ones_like(rows)[:, None], ReadMarks(read_to, length))
+        assert drafts[[1, 3]].tolist() == [[1, -1], [1, -1]]
+        assert read_to[1:].tolist() == [7, -5, 11]
