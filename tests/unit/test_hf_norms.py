@@ -28,13 +28,15 @@ from phonograph.engine.ops.triton.layers import TritonKernels
 from phonograph.engine.ops.tuning import Tuning
 from phonograph.engine.options import EngineOptions, HfOps
 from phonograph.engine.requests.request import SamplingParams
-from phonograph.errors import PlanError
+from phonograph.errors import CheckpointError, PlanError
 from phonograph.graphs.planning.settings import ask
 from phonograph.graphs.progress import Progress, silent
 from phonograph.hf.adapter.checkpoint import HfCheckpoint
 from phonograph.hf.adapter.model import HfModel
 from phonograph.hf.adapter.norms import fused_norms
+from phonograph.hf.adapter.self_check import self_check
 from phonograph.hf.adapter.twins import Fused, reached, twin_of
+from unit.test_hf_adapter import Wrong
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -607,15 +609,39 @@ class TestLoaded:
         assert found == getattr(SERVED[name].config(), "sliding_window", None)
 
     def test_the_load_check_refuses_norms_that_are_wrong(self, tmp_path: Path) -> None:
-        from phonograph.errors import CheckpointError
-        from phonograph.hf.adapter.self_check import self_check
-
         model = loaded(saved(made(SERVED["Llama"]), tmp_path), TRITON)
         wrong = copy.copy(model.fused.layers[0].input_layernorm)
         wrong.forward = lambda x: x
         twin = twin_of(model.fused, {id(model.fused.layers[0].input_layernorm): wrong})
         with pytest.raises(CheckpointError, match="other logits"):
             self_check(replace(model, fused=twin), "wrong")
+
+    @pytest.mark.parametrize("fault", ["wrong", "raises"])
+    def test_without_them_where_only_they_fail_the_load_check(self, tmp_path: Path, fault: str, caplog: Any) -> None:
+        class Late(TorchNorms):
+            """Wrong for as many tokens as the load check has, and no trial."""
+
+            def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, norm: RowNorm) -> torch.Tensor | None:
+                if x.shape[:2] != (1, 36):
+                    return super().norm_rows(x, weight, norm)
+                if fault == "raises":
+                    raise RuntimeError("no such launch")
+                return norm_rows(x, weight, norm).flip(-1)
+
+        model = loaded(saved(made(SERVED["Llama"]), tmp_path), Late())
+        assert model.fused is None
+        assert "checked against the model's own eager attention" in model.notes[0]
+        assert [one for one in model.notes if "as one launch each" in one] == [model.notes[1]]
+        assert model.notes[1].startswith("norms and rotations in transformers' own ops: ")
+        warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert [one for one in warned if "--hf-ops own" in one]
+        plain = loaded(tmp_path, TorchNorms(), "own")
+        assert torch.equal(logits_of(model), logits_of(plain))
+
+    def test_what_fails_the_load_check_in_any_case_is_refused(self, tmp_path: Path) -> None:
+        parts = ModelParts(Wrong("history"), TorchNorms(), 40)
+        with pytest.raises(CheckpointError, match="Its attention, or its positions"):
+            load_model(HfCheckpoint.open(saved(made(SERVED["Llama"]), tmp_path)), parts, torch.float32, DEVICE)
 
     def test_what_is_compiled_runs_the_models_own(self, tmp_path: Path) -> None:
         kernels = TorchNorms()
