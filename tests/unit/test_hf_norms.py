@@ -244,6 +244,13 @@ class Holding(Plain):
         self.log = iter(())
 
 
+class Circular(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring: list[Any] = []
+        self.ring.append(self.ring)
+
+
 class Around(Plain):
     """Plain as a whole; the weight is applied around `forward`."""
 
@@ -275,6 +282,7 @@ UNLIKE: dict[type[Plain], str] = {
     ),
     **dict.fromkeys((Counting, Peaked, Listing, Buffering, Weighing), "state of its own"),
     Holding: "no trial knows whether its attribute log, a tuple_iterator, is changed",
+    Circular: "a trial raised RecursionError",
     Around: "__call__ is not that of torch.nn.Module",
     Gated: "a trial raised TypeError",
 }

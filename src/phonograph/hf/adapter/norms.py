@@ -103,10 +103,10 @@ class _Trials:
         self._rows: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def verdict(self, module: Any, eps: float) -> _Verdict:
-        try:
-            key = _key(module)
-        except OpaqueStateError as error:
-            return _Verdict(None, str(error))
+        return _said_of(partial(self._verdict, module, eps))
+
+    def _verdict(self, module: Any, eps: float) -> _Verdict:
+        key = _key(module)
         if key not in self._verdicts:
             self._verdicts[key] = _said_of(partial(self._of_kind, module, eps))
         found = self._verdicts[key]
@@ -115,7 +115,7 @@ class _Trials:
         if key not in self._rows:
             self._rows[key] = trial_rows(module.weight, eps, per_kind=1), beside_outliers(module.weight)
         self._verdicts[key] = replace(found, worst=NOTHING)  # it is told with the first of a kind
-        return _said_of(partial(self._of_one, module, found.norm, found.worst, *self._rows[key]))
+        return self._of_one(module, found.norm, found.worst, *self._rows[key])
 
     def _of_kind(self, module: Any, eps: float) -> _Verdict:
         """By random weights, on rows of all sizes, in the layouts that models have."""
