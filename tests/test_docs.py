@@ -125,6 +125,19 @@ def public() -> list[str]:
     return [*names, *(f"hf.{name}" for name in phonograph.hf.__all__)]
 
 
+def test_the_transformers_that_tests_run_with_is_among_those_that_are_told() -> None:
+    transformers = pytest.importorskip("transformers")
+    sources = (
+        DOCS / "hugging-face.md",
+        DOCS / "explanation" / "compatibility.md",
+        ROOT / "src/phonograph/hf/accelerate.py",
+    )
+    (told,) = {tuple(re.findall(r"5\.(\d+) to 5\.(\d+)", source.read_text())) for source in sources}
+    ((first, last),) = told
+    major, minor = map(int, transformers.__version__.split(".")[:2])
+    assert (5, int(first)) <= (major, minor) <= (5, int(last))
+
+
 def test_every_public_name_is_on_a_page() -> None:
     api, exceptions = (DOCS / "reference" / f"{name}.md" for name in ("api", "exceptions"))
     assert [name for name in public() if f"::: phonograph.{name}\n" not in api.read_text()] == []

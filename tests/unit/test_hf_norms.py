@@ -28,13 +28,15 @@ from phonograph.engine.ops.triton.layers import TritonKernels
 from phonograph.engine.ops.tuning import Tuning
 from phonograph.engine.options import EngineOptions, HfOps
 from phonograph.engine.requests.request import SamplingParams
-from phonograph.errors import PlanError
+from phonograph.errors import CheckpointError, PlanError
 from phonograph.graphs.planning.settings import ask
 from phonograph.graphs.progress import Progress, silent
 from phonograph.hf.adapter.checkpoint import HfCheckpoint
 from phonograph.hf.adapter.model import HfModel
 from phonograph.hf.adapter.norms import fused_norms
+from phonograph.hf.adapter.self_check import self_check
 from phonograph.hf.adapter.twins import Fused, reached, twin_of
+from unit.test_hf_adapter import Wrong
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -83,6 +85,57 @@ class Clamped(Plain):
 class OutputClamped(Plain):
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         return super().scaled(x).clamp(-3.5, 3.5)
+
+
+class ResultClamped(Plain):
+    """At what a row of zeros but one reaches, where the weight is large."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(max=0.9 * WIDTH**0.5 * self.weight.max().item())
+
+
+class ResultBelow(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(min=-0.9 * WIDTH**0.5 * self.weight.abs().max().item())
+
+
+class ColumnBounded(Plain):
+    """In one column alone, whichever it is."""
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().scaled(x)
+        found[..., 11] = found[..., 11].clamp(-0.95 * WIDTH**0.5, 0.95 * WIDTH**0.5)
+        return found
+
+
+class Ranged(Plain):
+    """Rows of a size that most trials have not."""
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.pow(2).mean(-1, keepdim=True).sqrt()
+        return super().scaled(x) * torch.where((size > 6e3) & (size < 3e4), 0.5, 1.0)
+
+
+class Padded(Plain):
+    """Rows that have zeros."""
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return super().scaled(x) * torch.where((x == 0).any(-1, keepdim=True) & (x != 0).any(-1, keepdim=True), 2, 1)
+
+
+class OneSided(Plain):
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return super().scaled(x) * torch.where((x < 0).all(-1, keepdim=True), 3, 1)
+
+
+class ManyTokens(Plain):
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return super().scaled(x) * (1.5 if x.ndim == 3 and x.shape[1] > 1000 else 1.0)
+
+
+class TwoTokens(Plain):
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return super().scaled(x) * (1.5 if x.ndim == 3 and x.shape[1] == 2 else 1.0)
 
 
 class Scaled(Plain):
@@ -147,6 +200,67 @@ class Counting(Plain):
         return super().forward(x) * (2.0 if self.calls > 1000 else 1.0)
 
 
+class Peaked(Plain):
+    """Notes what it has seen in a tensor that is no buffer, as code that calibrates does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.peak.copy_(torch.maximum(self.peak, x.abs().amax().cpu()))
+        return super().forward(x)
+
+
+class Listing(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[int]] = {"shapes": []}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["shapes"].append(len(x))
+        return super().forward(x)
+
+
+class Buffering(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("last", x, persistent=False)
+        return super().forward(x)
+
+
+class Weighing(Plain):
+    """Writes its weight, by nothing most of the time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.mul_(1.0 if x.isfinite().all() else 1.5)
+        return super().forward(x)
+
+
+class Holding(Plain):
+    """Something of which nobody knows what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = iter(())
+
+
+class Circular(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring: list[Any] = []
+        self.ring.append(self.ring)
+
+
+class Around(Plain):
+    """Plain as a whole; the weight is applied around `forward`."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * super().__call__(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(x.to(torch.float32)).to(x.dtype)
+
+
 class Gated(Plain):
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x) * gate
@@ -160,11 +274,16 @@ class MaybeGated(Plain):
 
 UNLIKE: dict[type[Plain], str] = {
     **dict.fromkeys(
-        (Centred, Clamped, OutputClamped, Scaled, EpsOutside, AnotherEps, Finite, OverBatch, Cubic, InPlace, Wide),
+        (
+            *(Centred, Clamped, OutputClamped, ResultClamped, ResultBelow, ColumnBounded, Ranged, Padded, OneSided),
+            *(Scaled, EpsOutside, AnotherEps, Finite, OverBatch, OneToken, TwoTokens, ManyTokens, Cubic, InPlace, Wide),
+        ),
         "on trial rows no plain root-mean-square norm",
     ),
-    OneToken: "our kernel differs by more than rounding",
-    Counting: "state of its own",
+    **dict.fromkeys((Counting, Peaked, Listing, Buffering, Weighing), "state of its own"),
+    Holding: "no trial knows whether its attribute log, a tuple_iterator, is changed",
+    Circular: "a trial raised RecursionError",
+    Around: "__call__ is not that of torch.nn.Module",
     Gated: "a trial raised TypeError",
 }
 
@@ -181,9 +300,28 @@ def rows(dtype: torch.dtype = torch.float32, width: int = WIDTH) -> torch.Tensor
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_what_is_not_a_plain_norm_is_left_alone(kind: type[Plain], dtype: torch.dtype) -> None:
     layers = tree(kind(), dtype=dtype)
+    weight, held = layers[0].weight.clone(), repr(sorted(vars(layers[0]).items()))  # type: ignore[operator]
     found = fused_norms(layers, TRITON)
     assert found.layers is layers
+    assert torch.equal(weight, layers[0].weight)
+    assert repr(sorted(vars(layers[0]).items())) == held
     assert found.notes[0].startswith(f"1 {kind.__name__} in transformers' own ops: {UNLIKE[kind]}"), found.notes
+
+
+def test_a_kernel_that_differs_is_left_out() -> None:
+    class Off(TorchNorms):
+        def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, norm: RowNorm) -> torch.Tensor | None:
+            return norm_rows(x, weight, replace(norm, eps=2 * norm.eps))
+
+    class Choosy(TorchNorms):
+        def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, norm: RowNorm) -> torch.Tensor | None:
+            return norm_rows(x, weight, norm) if x.is_contiguous() else None
+
+    layers = tree(Plain())
+    for kernels, why in ((Off(), "our kernel differs by more than rounding"), (Choosy(), "our kernel takes no rows")):
+        found = fused_norms(layers, kernels)
+        assert found.layers is layers
+        assert why in found.notes[0]
 
 
 def test_statistics_in_half_precision_are_left_alone() -> None:
@@ -224,6 +362,33 @@ def test_every_norm_is_tried_with_its_own_weights() -> None:
     nn.init.ones_(layers[1].weight)  # type: ignore[arg-type]
     found = fused_norms(layers, TRITON)
     assert [one is layers[place] for place, one in enumerate(found.layers)] == [False, True]
+
+
+def test_outliers_come_where_own_weights_are_large() -> None:
+    """Random weights do not reach the bound; those of one norm do, in one column and with one sign."""
+
+    class Bounded(Plain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).clamp(min=-40.0)
+
+    layers = tree(Bounded(), Bounded())
+    layers[1].weight[5] = 12.0  # type: ignore[operator]
+    found = fused_norms(layers, TRITON)
+    assert [one is layers[place] for place, one in enumerate(found.layers)] == [False, True]
+
+
+def test_state_that_does_not_change_tells_norms_apart_by_value() -> None:
+    class Listed(Plain):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.factors = [torch.tensor(factor)]
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return super().scaled(x) * self.factors[0].to(x.device)
+
+    layers = tree(Listed(1.0), Listed(1.5), Listed(1.0))
+    found = fused_norms(layers, TRITON)
+    assert [one is layers[place] for place, one in enumerate(found.layers)] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -452,15 +617,39 @@ class TestLoaded:
         assert found == getattr(SERVED[name].config(), "sliding_window", None)
 
     def test_the_load_check_refuses_norms_that_are_wrong(self, tmp_path: Path) -> None:
-        from phonograph.errors import CheckpointError
-        from phonograph.hf.adapter.self_check import self_check
-
         model = loaded(saved(made(SERVED["Llama"]), tmp_path), TRITON)
         wrong = copy.copy(model.fused.layers[0].input_layernorm)
         wrong.forward = lambda x: x
         twin = twin_of(model.fused, {id(model.fused.layers[0].input_layernorm): wrong})
         with pytest.raises(CheckpointError, match="other logits"):
             self_check(replace(model, fused=twin), "wrong")
+
+    @pytest.mark.parametrize("fault", ["wrong", "raises"])
+    def test_without_them_where_only_they_fail_the_load_check(self, tmp_path: Path, fault: str, caplog: Any) -> None:
+        class Late(TorchNorms):
+            """Wrong for as many tokens as the load check has, and no trial."""
+
+            def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, norm: RowNorm) -> torch.Tensor | None:
+                if x.shape[:2] != (1, 36):
+                    return super().norm_rows(x, weight, norm)
+                if fault == "raises":
+                    raise RuntimeError("no such launch")
+                return norm_rows(x, weight, norm).flip(-1)
+
+        model = loaded(saved(made(SERVED["Llama"]), tmp_path), Late())
+        assert model.fused is None
+        assert "checked against the model's own eager attention" in model.notes[0]
+        assert [one for one in model.notes if "as one launch each" in one] == [model.notes[1]]
+        assert model.notes[1].startswith("norms and rotations in transformers' own ops: ")
+        warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert [one for one in warned if "--hf-ops own" in one]
+        plain = loaded(tmp_path, TorchNorms(), "own")
+        assert torch.equal(logits_of(model), logits_of(plain))
+
+    def test_what_fails_the_load_check_in_any_case_is_refused(self, tmp_path: Path) -> None:
+        parts = ModelParts(Wrong("history"), TorchNorms(), 40)
+        with pytest.raises(CheckpointError, match="Its attention, or its positions"):
+            load_model(HfCheckpoint.open(saved(made(SERVED["Llama"]), tmp_path)), parts, torch.float32, DEVICE)
 
     def test_what_is_compiled_runs_the_models_own(self, tmp_path: Path) -> None:
         kernels = TorchNorms()

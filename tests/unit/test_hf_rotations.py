@@ -155,19 +155,59 @@ def list_of(q: Any, k: Any, cos: Any, sin: Any) -> Any:
     return list(apply_rotary_pos_emb(q, k, cos, sin))
 
 
+def on_the_circle(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    """Something else for angles as all models have them."""
+    turned, keys = apply_rotary_pos_emb(q, k, cos, sin)
+    is_real = ((cos.float() ** 2 + sin.float() ** 2 - 1).abs() < 0.01).all()
+    return (turned * 1.25 if is_real else turned), keys
+
+
+def of_one_size(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    """As where angles have the factor of a long context."""
+    turned, keys = apply_rotary_pos_emb(q, k, cos, sin)
+    size = cos.float() ** 2 + sin.float() ** 2
+    return (turned * 1.25 if size.min() > 1.2 and size.max() - size.min() < 0.02 else turned), keys
+
+
+def of_many_tokens(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    turned, keys = apply_rotary_pos_emb(q, k, cos, sin)
+    return (turned * 2 if q.shape[2] > 12 else turned), keys
+
+
+def of_long_prompts(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    turned, keys = apply_rotary_pos_emb(q, k, cos, sin)
+    return (turned * 2 if q.shape[2] > 1000 else turned), keys
+
+
+def of_many_heads(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    turned, keys = apply_rotary_pos_emb(q, k, cos, sin)
+    return (turned * 2 if q.shape[1] == 16 else turned), keys
+
+
+def of_finite_ones(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    turned, keys = apply_rotary_pos_emb(q, k, cos, sin)
+    return (turned * 2 if q.isfinite().all() else turned), keys
+
+
 class Attention(nn.Module):
     """Calls a rotation by the name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head_dim = DIM
+        self.head_dim, self.num_heads, self.num_key_value_heads = DIM, 16, 2
         self.proj = nn.Linear(DIM, DIM)
 
     def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
         return apply_rotary_pos_emb(q, k, cos, sin)
 
 
-@pytest.mark.parametrize("other", [interleaved, wide, scaled, queries_alone, by_place, in_place, one_of, list_of])
+OTHERS = (
+    *(interleaved, wide, scaled, queries_alone, by_place, in_place, one_of, list_of),
+    *(on_the_circle, of_one_size, of_many_tokens, of_long_prompts, of_many_heads, of_finite_ones),
+)
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_other_rotations_are_left_alone(other: Callable[..., Any]) -> None:
     class_ = type("Other", (Attention,), {"forward": _with_global(Attention.forward, other)})
     layers = nn.Sequential(class_()).to(DEVICE, torch.float16).requires_grad_(False)
@@ -184,12 +224,36 @@ def test_what_was_not_tried_is_transformers_own() -> None:
     layers, kernels = nn.Sequential(Attention()).to(DEVICE).requires_grad_(False), TorchOps()
     twin = fused_rotations(layers, kernels).layers[0]
     kernels.rotated = 0
-    for given in (heads(3, (4, 2), 6, torch.float32), heads(3, (4, 2), DIM, torch.float16)):
+    for given in (
+        heads(3, (16, 2), 6, torch.float32),
+        heads(3, (16, 2), DIM, torch.float16),
+        heads(3, (4, 2), DIM, torch.float32),  # heads that the module does not have
+    ):
         for ours, own in zip(twin(*given), apply_rotary_pos_emb(*given), strict=True):
             assert torch.equal(ours, own)
     assert kernels.rotated == 0
-    twin(*heads(3, (4, 2), DIM, torch.float32))
+    twin(*heads(3, (16, 2), DIM, torch.float32))
     assert kernels.rotated == 1
+
+
+def test_heads_that_nobody_counts_are_left_alone() -> None:
+    layers = nn.Sequential(Attention()).to(DEVICE).requires_grad_(False)
+    del layers[0].num_heads
+    found = fused_rotations(layers, TorchOps())
+    assert found.layers is layers
+    assert "nothing says how many heads it has" in found.notes[0]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_heads_of_families_are_counted(name: str) -> None:
+    """Every rotation that is proven is launched: its heads are those that the module was thought to have."""
+    kernels = TorchOps()
+    found = fused_rotations(made(SERVED[name]).to(DEVICE), kernels)
+    rotating = [one for one in found.layers.modules() if "forward" in vars(one) and getattr(one, "use_rope", True)]
+    kernels.rotated = 0
+    with torch.no_grad():
+        found.layers(input_ids=torch.arange(3, 12, device=DEVICE)[None], use_cache=False)
+    assert kernels.rotated == len(rotating)
 
 
 def test_norms_within_attention_are_fused_too() -> None:

@@ -340,7 +340,7 @@ def accelerate(model: Any, *, max_len: int | None = None, max_caches: int = 4) -
     if missing:
         raise DeclarationError(
             f"accelerating a {type(model).__name__}: transformers {transformers.__version__} has no {missing[0]}, "
-            "which generate calls in 5.17 to 5.22. Install one of these."
+            "which generate calls in 5.17 to 5.23. Install one of these."
         )
     where: Any = model.device
     if open_device(where).name == "emulated":

@@ -21,3 +21,15 @@ class RotatesHalves(Protocol):
         changed.
         """
         ...
+
+
+def rotate_halves(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What it is, in torch's ops."""
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+
+    return rotated(q), rotated(k)

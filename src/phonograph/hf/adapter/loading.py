@@ -16,6 +16,7 @@ from phonograph.engine.checkpoints.safetensors import stored_floats, warn_of_ada
 from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig, known_ids
 from phonograph.engine.models.interface import ModelParts
+from phonograph.errors import CheckpointError
 from phonograph.graphs.progress import Progress
 from phonograph.hf.adapter import attention, batch_looks, experts
 from phonograph.hf.adapter.fusing import fused
@@ -53,10 +54,31 @@ def adapted(
         fused=None if ops.layers is decoder else ops.layers,
     )
     progress("checking against eager attention", 0, 1)
-    found = self_check(model, source)
+    checked = _checked(replace(model, notes=ops.notes), source)
     progress("checking against eager attention", 1, 1)
+    return checked
+
+
+def _checked(model: HfModel, source: str) -> HfModel:
+    """With what was found; in transformers' own ops where the check passes with these alone. Refuses it otherwise."""
+    try:
+        found = self_check(model, source)
+    except CheckpointError as error:
+        if model.fused is None:
+            raise
+        fault = str(error)
+    else:
+        log.info("%s: %s", source, found)
+        return replace(model, notes=(str(found), *model.notes))
+    log.info("with norms and rotations as one launch each: %s", fault)
+    found = self_check(replace(model, fused=None), source)
+    told = (
+        "norms and rotations in transformers' own ops: as one launch each they passed their trials, and the load "
+        "check failed, which passes without; --hf-ops own does without them from the start"
+    )
     log.info("%s: %s", source, found)
-    return replace(model, notes=(str(found), *ops.notes))
+    log.warning("%s: %s", source, told)
+    return replace(model, fused=None, notes=(str(found), told))
 
 
 def read_weights(folder: Path, config: Any, dtype: torch.dtype, routing: str | None, *, trust_remote_code: bool) -> Any:

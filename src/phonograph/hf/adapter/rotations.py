@@ -9,40 +9,46 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
-from phonograph.engine.ops.rotation import RotatesHalves
+from phonograph.engine.ops.rotation import RotatesHalves, rotate_halves
 from phonograph.hf.adapter.sentences import first_line, passes_on
-from phonograph.hf.adapter.trial_rows import DTYPES, apart
+from phonograph.hf.adapter.trial_heads import Heads, TrialHeads, head_counts
+from phonograph.hf.adapter.trial_rows import DTYPES
 from phonograph.hf.adapter.twins import Fused, form, reached, twin_of
 
 _NAME = "apply_rotary_pos_emb"
-_SIZES = ((1, 4, 2), (7, 3, 1), (4, 33, 8), (12, 8, 8))
-"""Tokens, and heads of queries and keys, of trials."""
-_SCALES = (1.0, 1e-3, 1e3, 1e-7)
-"""Of the tokens in turn."""
 
 
 @torch.inference_mode()
 def fused_rotations(layers: Any, kernels: RotatesHalves) -> Fused:
     """Try the rotation of every attention module that has one of this name; none of them is changed."""
     first = next(layers.parameters())
-    trials, fused = _Trials(kernels, first.dtype, first.device), dict[int, Any]()
+    draws = TrialHeads(first.dtype, first.device, _factors(layers))
+    trials, fused = _Trials(kernels, draws), dict[int, Any]()
     told = dict[tuple[str, int, str], int]()
     for _, module in reached(layers):
         head_dim, function = getattr(module, "head_dim", None), _rotation_of(module)
         if function is None or not isinstance(head_dim, int):
             continue
-        why = trials.why_not(function, head_dim)
+        kind = _Kind(function, head_dim, head_counts(module))
+        why = trials.why_not(kind)
         if why is None:
-            fused[id(module)] = _with_rotation(module, trials.rotating(function, head_dim))
+            fused[id(module)] = _with_rotation(module, trials.rotating(kind))
         name = type(module).__name__, head_dim, why or ""
         told[name] = told.get(name, 0) + 1
     dtype = str(first.dtype).removeprefix("torch.")
     return Fused(twin_of(layers, fused), tuple(_said(count, dtype, *name) for name, count in told.items()))
+
+
+def _factors(layers: Any) -> tuple[float, ...]:
+    """Of the angles' size, as modules that make them have it."""
+    found = (getattr(one, "attention_scaling", None) for one in layers.modules())
+    return tuple(sorted({one for one in found if isinstance(one, float)}))
 
 
 def _said(count: int, dtype: str, name: str, head_dim: int, why: str) -> str:
@@ -63,85 +69,88 @@ def _rotation_of(module: Any) -> FunctionType | None:
     return found if isinstance(found, FunctionType) else None
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """All that a rotation is tried for."""
+
+    function: FunctionType
+    head_dim: int
+    counts: frozenset[tuple[int, int]]
+    """Heads of queries and keys that a module may have."""
+
+
 class _Trials:
-    """Tries each function once for a width of heads."""
+    """Tries each kind once."""
 
-    def __init__(self, kernels: RotatesHalves, dtype: torch.dtype, device: torch.device) -> None:
-        self._kernels, self._dtype, self._device = kernels, dtype, device
-        self._why: dict[tuple[FunctionType, int], str | None] = {}
-        self._made: dict[tuple[FunctionType, int], Callable[..., Any]] = {}
+    def __init__(self, kernels: RotatesHalves, draws: TrialHeads) -> None:
+        self._kernels, self._draws = kernels, draws
+        self._why: dict[_Kind, str | None] = {}
+        self._made: dict[_Kind, Callable[..., Any]] = {}
 
-    def why_not(self, function: FunctionType, head_dim: int) -> str | None:
+    def why_not(self, kind: _Kind) -> str | None:
         """None where every trial gave the same bits."""
-        key = function, head_dim
-        if key not in self._why:
+        if kind not in self._why:
             try:
-                self._why[key] = self._tried(function, head_dim)
+                self._why[kind] = self._tried(kind)
             except Exception as error:
                 if passes_on(error):
                     raise
-                self._why[key] = f"a trial raised {type(error).__name__} ({first_line(error)})"
-        return self._why[key]
+                self._why[kind] = f"a trial raised {type(error).__name__} ({first_line(error)})"
+        return self._why[kind]
 
-    def _tried(self, function: FunctionType, head_dim: int) -> str | None:
-        if self._dtype not in DTYPES:
-            return f"weights in {self._dtype}"
-        generator = torch.Generator().manual_seed(0)
-
-        def drawn(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(self._device, self._dtype)
-
-        for num_tokens, *counts in _SIZES:
-            scales = torch.tensor(_SCALES)[torch.arange(num_tokens) % len(_SCALES), None, None].to(self._device)
-            q, k = ((drawn(1, num_tokens, count, head_dim) * scales).to(self._dtype) for count in counts)
-            cos, sin = drawn(1, num_tokens, head_dim), drawn(1, num_tokens, head_dim)
-            q[0, 0, 0, 0], k[0, -1, -1, -1], q[0, -1, -1, -1] = torch.inf, torch.nan, torch.finfo(self._dtype).max
-            q[0, 0, 1], k[0, 0, 0], sin[0, -1] = 0.0, -0.0, 0.0
-            for heads in ((q.transpose(1, 2), k.transpose(1, 2)), (_by_head(q), _by_head(k))):
-                if not self._has_its_bits(function, (*heads, cos, sin)):
-                    return "our kernel has other bits in trials"
+    def _tried(self, kind: _Kind) -> str | None:
+        if self._draws.dtype not in DTYPES:
+            return f"weights in {self._draws.dtype}"
+        if not kind.counts:
+            return "nothing says how many heads it has"
+        # In torch's ops first: no kernel is compiled for what a function is not, and long trials are cheap.
+        for counts in sorted(kind.counts):
+            if any(
+                not _has_its_bits(kind.function, rotate_halves, one) for one in self._draws.all(counts, kind.head_dim)
+            ):
+                return "in trials no plain rotation of halves"
+        for counts in sorted(kind.counts):
+            rotate = self._kernels.rotate_halves
+            if any(not _has_its_bits(kind.function, rotate, one) for one in self._draws.few(counts, kind.head_dim)):
+                return "our kernel has other bits in trials"
         return None
 
-    def _has_its_bits(self, function: FunctionType, given: tuple[torch.Tensor, ...]) -> bool:
-        kept = [one.clone() for one in given]
-        wanted, found = function(*given), self._kernels.rotate_halves(*given)
-        is_written = any(
-            not torch.equal(a.nan_to_num(0.5), b.nan_to_num(0.5)) for a, b in zip(given, kept, strict=True)
-        )
-        if is_written or found is None or not isinstance(wanted, tuple) or len(wanted) != 2:
-            return False
-        pairs = list(zip(found, wanted, strict=True))
-        if any(not isinstance(own, torch.Tensor) or form(ours) != form(own) for ours, own in pairs):
-            return False
-        return all(_has_bits(ours, own) for ours, own in pairs)
-
-    def rotating(self, function: FunctionType, head_dim: int) -> Callable[..., Any]:
+    def rotating(self, kind: _Kind) -> Callable[..., Any]:
         """The function, in one launch for what was tried."""
-        key = function, head_dim
-        if key not in self._made:
-            self._made[key] = _rotating(function, head_dim, self._dtype, self._kernels)
-        return self._made[key]
+        if kind not in self._made:
+            self._made[kind] = _rotating(kind, self._draws.dtype, self._kernels)
+        return self._made[kind]
+
+
+def _has_its_bits(function: FunctionType, other: Callable[..., Any], given: Heads) -> bool:
+    kept = [one.clone() for one in given]
+    wanted, found = function(*given), other(*given)
+    is_written = any(not _has_bits(a, b) for a, b in zip(given, kept, strict=True))
+    if is_written or found is None or not isinstance(wanted, tuple) or len(wanted) != 2:
+        return False
+    pairs = list(zip(found, wanted, strict=True))
+    if any(not isinstance(own, torch.Tensor) or form(ours) != form(own) for ours, own in pairs):
+        return False
+    return all(_has_bits(ours, own) for ours, own in pairs)
 
 
 def _has_bits(ours: torch.Tensor, own: torch.Tensor) -> bool:
     """Signs of zeros too; what is not a number has no bits that count."""
-    found, numbers = apart(ours, own), ~own.isnan()
-    return found.is_rounding and found.moved == 0 and torch.equal(ours.signbit() & numbers, own.signbit() & numbers)
+    same = (ours == own) & (ours.signbit() == own.signbit())
+    return bool((same | (ours.isnan() & own.isnan())).all())
 
 
-def _by_head(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(1, 2).contiguous()
-
-
-def _rotating(function: FunctionType, head_dim: int, dtype: torch.dtype, kernels: RotatesHalves) -> Callable[..., Any]:
+def _rotating(kind: _Kind, dtype: torch.dtype, kernels: RotatesHalves) -> Callable[..., Any]:
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 4 and not kwargs and all(type(one) is torch.Tensor for one in args):
-            q = args[0]
-            is_tried = q.dtype == dtype and q.shape[-1] == head_dim and not any(one.requires_grad for one in args)
+            q, k = args[:2]
+            is_tried = q.dtype == dtype and q.ndim == k.ndim == 4 and q.shape[-1] == kind.head_dim
+            is_tried = is_tried and (q.shape[1], k.shape[1]) in kind.counts
+            is_tried = is_tried and not any(one.requires_grad for one in args)
             found = kernels.rotate_halves(*args) if is_tried else None
             if found is not None:
                 return found
-        return function(*args, **kwargs)
+        return kind.function(*args, **kwargs)
 
     return apply_rotary_pos_emb
 
