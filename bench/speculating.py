@@ -13,6 +13,7 @@ DATA has prompts (`eagle_text`); without it, and for random weights, prompts are
   wrong    drafts of which none is ever accepted, over 512 tokens a sequence, prompts included; every run begins with
            a policy that knows nothing. Plain decoding is measured twice, which shows the noise
   costs    device time of acceptance, extend and draft, against their bytes at 4.6 TB/s and 0.1 ms
+  steps    device time of every recording: plain steps against those of plain decoding, rounds, and catching up
   shape    the 8B shape with random weights at batch 1, drafts accepted at set rates (`synthetic_acceptance`: what it
            says is not what its model says); by chance more or fewer are than the rate says, so that speed is also
            told for the tokens a round that are expected
@@ -56,10 +57,13 @@ from phonograph.engine.execution.speculation import measured_costs
 from phonograph.engine.execution.step_timing import EVERY
 from phonograph.engine.llm import LLM
 from phonograph.engine.options import EngineOptions
+from phonograph.engine.passes.registry import DECODE, DRAFT_EXTEND, TARGET_VERIFY
+from phonograph.engine.passes.target_verify import PLAIN_STEPS
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.scheduling.step_width import StepWidth, WhereDrafted
 from phonograph.errors import PlanError
 from phonograph.graphs.planning.settings import ask
+from phonograph.graphs.trust.coverage import steady_seconds
 
 GOALS = {(4, 0.8): 2.3, (3, 0.7): 1.8, (2, 0.5): 1.3}
 """By depth and rate of acceptance: how many times as fast as plain decoding the 8B shape is to be."""
@@ -272,6 +276,28 @@ class Benchmark:
         found["random head, large shape"] = yield self._large(depth, rate), work
         return found
 
+    def steps(self) -> Part:
+        """Microseconds of greedy recordings, one after the other without loads, by phase, sequences and drafts."""
+
+        def work(llm: LLM) -> Figures:
+            names = (DECODE.name, TARGET_VERIFY.name, DRAFT_EXTEND.name)
+            with torch.inference_mode():
+                return {
+                    f"{name} {key.size} {key.axes}".rstrip(): round(steady_seconds(runner, key) * 1e6, 1)
+                    for name, runner in llm.executor.runners.items()
+                    for key in reversed(runner.captured)
+                    if name in names and "sampling" not in key.axes
+                }
+
+        found: Figures = {"plain": (yield Engine(), work)}
+        for name, changes in self.setting.single_drafters.items():
+            row = found[name] = yield Engine.of(**changes), work
+            steps = {size: row[f"{TARGET_VERIFY.name} {size} {PLAIN_STEPS}"] for size in self.setting.curve}
+            row["plain steps over plain decoding"] = {
+                size: round(taken / found["plain"][f"{DECODE.name} {size}"], 4) for size, taken in steps.items()
+            }
+        return found
+
     def _large(self, depth: int, rate: float) -> Engine:
         changes = {"speculate": "eagle", "draft": self.setting.random_head, "speculate_depth": depth, "max_seqs": 1}
         return Engine.of(self.setting.shape, rate, **changes)
@@ -405,6 +431,7 @@ PARTS: dict[str, Callable[[Benchmark], Part]] = {
     "rounds": Benchmark.rounds,
     "shape": Benchmark.shape,
     "costs": Benchmark.costs,
+    "steps": Benchmark.steps,
     "rates": Benchmark.rates,
     "curve": Benchmark.curve,
     "wrong": Benchmark.wrong,
