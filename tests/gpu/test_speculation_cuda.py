@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.base import PassParts
 from phonograph.engine.passes.drafting import Accepted, Drafting
-from phonograph.engine.passes.registry import DRAFT, PREFILL, TARGET_VERIFY, kept_by, step_passes_for
+from phonograph.engine.passes.registry import DRAFT, DRAFT_EXTEND, PREFILL, TARGET_VERIFY, kept_by, step_passes_for
 from phonograph.engine.passes.target_verify import speculating_passes
 from phonograph.engine.requests.request import Request
 from phonograph.engine.scheduling.scheduler import Scheduler
@@ -98,14 +98,17 @@ def test_the_recordings_are_right_narrow_rounds_included() -> None:
     assert llm.generate(PROMPTS, GREEDY)[0].tokens
 
 
-def drafts_by_text(llm: LLM, prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
+def drafts_by_text(
+    llm: LLM, prompts: Sequence[tuple[int, ...]], is_looked_at: Callable[[], bool] = lambda: True
+) -> dict[tuple[int, ...], list[int]]:
     """What the head drafted after each step, by all tokens of the sequence."""
     core, found = llm.core, dict[tuple[int, ...], list[int]]()
     for number, prompt in enumerate(prompts):
         core.add(Request(f"{number}", prompt, GREEDY))
     while not core.is_idle:
         for sequence, tokens, finish in core.step():
-            if tokens and finish is None and len(sequence.outputs) + DEPTH < GREEDY.max_tokens:
+            is_early = len(sequence.outputs) + DEPTH < GREEDY.max_tokens
+            if tokens and finish is None and is_early and is_looked_at():
                 drafts = core.executor.tables["draft"].view(-1, DEPTH)[sequence.row]
                 found[tuple(sequence.known())] = drafts.tolist()
     return found
@@ -123,6 +126,43 @@ def test_what_a_head_drafts_does_not_depend_on_the_rows_beside(tmp_path: Path) -
     same = sum(together[text] == alone[text] for text in compared)
     assert len(compared) > 100
     assert same >= len(compared) - 2, "but for a tie"
+
+
+class Stretches:
+    """So many plain steps, then two rounds, over and over."""
+
+    def __init__(self, plain: int) -> None:
+        self._plain, self._calls, self.width = plain, 0, 1
+
+    def of(self, decodes: Any) -> int:
+        self._calls += 1
+        self.width = DEPTH + 1 if self._calls % (self._plain + 2) < 2 else 1
+        return self.width
+
+    def took(self, step: Any, updates: Any) -> None:
+        pass
+
+
+def expect_caught_up(folder: Path, plain: int, device: str | Device = "cuda") -> None:
+    """Drafts after a round are those of an engine whose head never had to catch up."""
+    options: dict[str, Any] = {"speculate": "eagle", "draft": folder, "dtype": torch.float32, "max_ahead": 0}
+    llm = engine(device, **options)
+    always = drafts_by_text(llm, PROMPTS)
+    llm.core.scheduler.width = widths = Stretches(plain)
+    before = llm.executor.runners[DRAFT_EXTEND.name].stats.replays.total()
+    found = drafts_by_text(llm, PROMPTS, lambda: widths.width > 1)
+    compared = [text for text in found if text in always and len(text) > plain + 5]
+    same = sum(found[text] == always[text] for text in compared)
+    assert llm.executor.runners[DRAFT_EXTEND.name].stats.replays.total() > before
+    assert len(compared) >= 2
+    assert same >= 0.9 * len(compared), "but for a tie"
+
+
+@pytest.mark.parametrize("plain", [3, 31, 40])
+def test_a_head_catches_up_with_plain_steps(tmp_path: Path, plain: int) -> None:
+    """Fewer than there are places for, and more."""
+    write_random_head(tmp_path, TARGET, 100, torch.float32)
+    expect_caught_up(tmp_path, plain)
 
 
 def test_layers_of_a_head_are_part_of_every_page(tmp_path: Path) -> None:
