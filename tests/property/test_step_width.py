@@ -239,6 +239,21 @@ def test_acceptance_of_a_place_is_that_of_fresh_drafts() -> None:
     assert found.tokens(4) == 2, "after a plain step, where the drafter has caught up"
 
 
+@pytest.mark.parametrize(("ratio", "catching_up"), [(2.51, 3.99), (3.75, 0.0), (2.1, 1.1), (4.9, 0.6)])
+def test_a_probe_that_is_paid_for_has_a_round(ratio: float, catching_up: float) -> None:
+    """Also where the credit is just its price."""
+    policy = WherePaid(limits(5), StepCosts(SIZES, {5: (ratio,) * 4}, (catching_up,) * 4))
+    policy.of(rows(1, speculate=False))
+    assert policy.of(rows(1)) == 5
+
+
+def test_what_is_left_of_a_probe_is_not_launched_after_a_break() -> None:
+    policy = WherePaid(limits(), linear(3.0, halves=False))
+    assert policy.of(rows(1)) == 4, "the first of two rounds"
+    assert policy.of(rows(1, speculate=False)) == 1
+    assert policy.of(rows(1)) == 1, "another would have to catch up, and is too dear for now"
+
+
 def test_of_many_costs_some_are_told() -> None:
     sizes = (1, 2, 4, 8, 12, 16, 24, 32, 40)
     told = "1.00× at 1, 1.00× at 2, 1.00× at 4, 1.00× at 8, 1.00× at 16, 1.00× at 32, 1.00× at 40"

@@ -20,6 +20,7 @@ from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.ops.kernels import NewTokens, ReadMarks, RoundKernels, Unread
 from phonograph.engine.ops.layers.rounds import ReferenceRounds
+from phonograph.engine.passes.drafted_rounds import DraftedRounds
 from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.eagle import eagle
 from phonograph.engine.passes.mtp import mtp
@@ -171,6 +172,28 @@ def test_a_pass_that_raises_costs_drafts_and_no_token(
     monkeypatch.setattr(core.executor.runners[DRAFT_EXTEND.name], "run", run)
     check(Driver(core).run(REQUESTS[:6]))
     assert "draft_extend failed, and its rows go on as they are: RuntimeError: no memory to read" in caplog.text
+
+
+def test_a_row_that_left_nothing_keeps_its_drafts(tmp_path: Path) -> None:
+    """Those that its prompt's end brought, while others catch up; and all are read then."""
+    drafting = made("eagle", tmp_path)
+    core = engine(drafting, "disabled", prefix_cache=False, max_ahead=0)
+    core.scheduler.width = Switching((1,))
+    asked = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    sequences = [core.add(Request(f"{number}", prompt, asked))[0] for number, prompt in enumerate(PROMPTS[:2])]
+    for _ in range(4):
+        core.step()
+    tables = core.executor.tables
+    drafts, first, second = tables["draft"].view(-1, DEPTH), sequences[0].row, sequences[1].row
+    drafts[second], drafts[first] = torch.tensor([7, 8, 9]), torch.tensor([7, 8, 9])
+    tables[READ_TO][second] = tables.length[second]
+    parts = core.executor.parts
+    DraftedRounds(parts, drafting.make(parts), drafting.unread).extend(
+        torch.tensor([first, second, 0]), tables.pages, DEPTH
+    )
+    assert drafts[second].tolist() == [7, 8, 9]
+    assert drafts[first].tolist() != [7, 8, 9]
+    assert torch.equal(tables[READ_TO][[first, second]], tables.length[[first, second]])
 
 
 def test_a_new_row_has_nothing_to_be_read(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ class Executor:
     def _run(self, runner: Runner, step: Step) -> Picked:
         chosen = self.passes[step.pass_name]
         is_checked = self.shadow is not None and chosen.written is not None and self.shadow.is_due()
-        if step.catches_up and chosen.before is not None:
+        if step.catches_up and chosen.before is not None and step.decodes.rows.size:
             first = self.passes[chosen.before]
             self._beside(first, first.batch(step), is_checked=is_checked)
         repeats = chosen.is_steady(step) and runner.can_repeat

@@ -124,7 +124,8 @@ class Decoder:
         if wanted is not None:
             x, delta = x[wanted], None if delta is None else delta[wanted]
         states, x = kernels.add_norm(x, delta, self.weights.norm)
-        return Hidden(states, tuple(tapped.get(index, x) for index in taps))
+        tapped.setdefault(len(self.weights.layers) - 1, x)
+        return Hidden(states, tuple(tapped[index] for index in taps))
 
     def _is_cut(self, x: torch.Tensor) -> bool:
         """Whether tokens go through in pieces; not where one program is compiled for every number of tokens."""

@@ -179,11 +179,15 @@ class DraftedRounds:
                 self._parts.model.kernels.rounds.keep_drafts(drafts, rows, found, marks)
             else:
                 self._drafter.keep_up(accepted)
-                if marks is not None:
-                    mark_read(marks, rows)
+                self._mark_read(rows)
         except Exception as error:  # no output depends on drafts
             _warn("nothing is drafted", error)
             drafts.index_fill_(0, rows, -1)
+            self._mark_read(rows)  # what it has not read is left nowhere
+
+    def _mark_read(self, rows: torch.Tensor) -> None:
+        if (marks := self._marks) is not None:
+            mark_read(marks, rows)
 
     @property
     def _marks(self) -> ReadMarks | None:
@@ -229,7 +233,9 @@ class DraftedRounds:
             found = lasts, tables.last_token[rows][:, None], is_real
         else:
             return  # states of earlier steps are nowhere: what was drafted stays
-        self._draft((rows, *found, table), features, depth, drafts, kept)
+        # A row that left nothing keeps its drafts: what else is in its places is another's, or long read.
+        self._draft((rows * (found[2] > 0), *found, table), features, depth, drafts, kept)
+        self._mark_read(rows)
 
     def features(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         """What the drafter needs of the target's hidden states, if anything."""

@@ -141,7 +141,9 @@ class WherePaid:
             width = self._width = self._best(ratios)
             if self._probes(ratios, self._costs.to_catch_up(len(decodes))):
                 width = self._probe
-        self._last = width
+        elif decodes:
+            self._rounds_left = 0  # what is left of a probe would begin with old drafts
+        self._last = width if decodes else self._last
         return width
 
     def _best(self, ratios: dict[int, float]) -> int:
@@ -178,7 +180,7 @@ class WherePaid:
             if width > self._width and ratios[width] < width and price <= _STAKE:
                 if price <= self._credit:
                     self._acceptance.forget()
-                    rounds = min(_MOST_ROUNDS, int((self._credit - first) / each))
+                    rounds = min(_MOST_ROUNDS, max(fewest, int((self._credit - first) / each)))
                     self._credit -= catching_up if self._last == 1 else 0.0
                     self._probe, self._rounds_left = width, rounds + is_narrower
                 return

@@ -19,7 +19,7 @@ from phonograph.hf.adapter.model import HfModel
 LAYER_MOST = {torch.float16: 0.0025, torch.bfloat16: 0.02}
 """Of a token: the root mean square of the difference over that of what is compared."""
 _ATTENDED = 0.8
-"""The share of prompts' tokens, and of decoded ones, for which every layer's attention must agree."""
+"""The share of each prompt's tokens, and of decoded ones, for which every layer's attention must agree."""
 _ADDED = 0.5
 """The share for which the rest of a layer must. No token sees another there; and one in ten may get another expert."""
 
@@ -34,8 +34,8 @@ class LayerCheck:
     added: (
         torch.Tensor
     )  # [num_layers + 1, num_tokens], of what embeddings, layers, and the last of them with the head give
-    num_prompted: int
-    """Tokens of prompts, before those that were decoded."""
+    lengths: tuple[int, ...]
+    """Of prompts; the tokens after them were decoded."""
     most: float
 
     def fault(self) -> str | None:
@@ -56,7 +56,7 @@ class LayerCheck:
         return self.attended.max().item()
 
     def _agrees(self, apart: torch.Tensor, share: float) -> bool:
-        parts = apart[: self.num_prompted], apart[self.num_prompted :]
+        parts = torch.split(apart, [*self.lengths, len(apart) - sum(self.lengths)])
         return all(int((one <= self.most).sum()) >= share * len(one) for one in parts)  # NaN is not below
 
     def _bad(self, apart: torch.Tensor) -> float:
@@ -68,7 +68,7 @@ class LayerCheck:
 
 def layer_check(
     model: HfModel,
-    num_seqs: int,
+    lengths: Sequence[int],
     num_steps: int,
     eager: Callable[[], torch.Tensor],
     paged: Callable[[], torch.Tensor],
@@ -82,9 +82,9 @@ def layer_check(
         return None
     with _followed(model.decoder, places, _Record(len(places))) as own:
         wanted = eager()
-    if not own.is_usual(num_seqs * (1 + num_steps)):
+    if not own.is_usual(len(lengths) * (1 + num_steps)):
         return None
-    own = own.side_by_side(num_seqs)
+    own = own.side_by_side(len(lengths))
     with _followed(model.layers, places, _Record(len(places), own.given)) as ours:
         logits = paged()
     given, arrived, mixed, ours_mixed = map(_joined, (own.given, ours.given, own.mixed, ours.mixed))
@@ -94,7 +94,7 @@ def layer_check(
     added = _size(arrived - given) / (_size(news) + _size(given) * eps / most).clamp_min(_TINY)
     last = _size(logits - wanted) / wanted.std(-1).clamp_min(_TINY)
     attended = _size(ours_mixed - mixed) / _size(mixed).clamp_min(_TINY)
-    return LayerCheck(attended, torch.cat([added, last[None]]), len(last) - num_seqs * num_steps, most)
+    return LayerCheck(attended, torch.cat([added, last[None]]), tuple(lengths), most)
 
 
 def _joined(calls: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
