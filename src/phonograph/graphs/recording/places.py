@@ -90,6 +90,10 @@ class Items:
                 self._type.__setitem__(self._mapping, key, value)
 
 
+class Attributes(Items):
+    """The `__dict__` of an object that is a dict or a list, and has a place as such."""
+
+
 class Named:
     """Names of a namespace: globals that functions use, the attributes of a class, the slots of an object."""
 

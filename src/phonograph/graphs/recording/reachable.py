@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import io
@@ -22,7 +23,17 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from phonograph.graphs.recording.fact import shown
-from phonograph.graphs.recording.places import PLAIN, STATEFUL, Data, Items, Named, Place, Whole, class_names
+from phonograph.graphs.recording.places import (
+    PLAIN,
+    STATEFUL,
+    Attributes,
+    Data,
+    Items,
+    Named,
+    Place,
+    Whole,
+    class_names,
+)
 
 _MAX_PLACES = 500_000
 _MAX_ARRAY_BYTES = 1 << 20
@@ -94,10 +105,9 @@ class Snapshot:
         """Add the globals that a function uses, and of modules among them what it may use."""
         # Names for `globals()` stand among the constants.
         texts = [one for one in code.co_consts if isinstance(one, str) and one in namespace]
-        by_name = texts if "globals" in code.co_names else []
+        by_name = texts if not _GLOBALS.isdisjoint(code.co_names) else []
         self._add_names(namespace, (*code.co_names, *by_name), str(namespace.get("__name__", "")))
-        for name in code.co_names:
-            value = namespace.get(name)
+        for value in (*map(namespace.get, code.co_names), *map(sys.modules.get, _imported(code))):
             if isinstance(value, types.ModuleType) and not (_is_closed(value.__name__) or is_importing(vars(value))):
                 self._add_names(vars(value), code.co_names, value.__name__)
         self._walk()
@@ -175,13 +185,24 @@ class Snapshot:
     def _visit_mapping(self, value: Any, before: _Found | None, key: Any) -> None:
         place = Items(value, value)
         self._next(place.then.items(), self._add(place, before, key))
+        self._visit_attributes(value, before, key)
 
     def _visit_sequence(self, value: Any, before: _Found | None, key: Any) -> None:
         place = Whole(value)
         self._next(enumerate(place.then), self._add(place, before, key))
+        self._visit_attributes(value, before, key)
 
     def _visit_tuple(self, value: Any, before: _Found | None, key: Any) -> None:
         self._todo.extend((item, before, key) for item in value if type(item) not in _LEAVES)
+        self._visit_attributes(value, before, key)
+
+    def _visit_attributes(self, value: Any, before: _Found | None, key: Any) -> None:
+        """What a container of a user's class has besides its items."""
+        held, kind = getattr(value, "__dict__", None), type(value)
+        if isinstance(held, dict) and not _is_closed(kind.__module__):
+            place = Attributes(value, held)
+            self._next(place.then.items(), self._add(place, before, key, kind.__name__))
+            self._todo.append((kind, None, None))
 
     def _visit_state(self, value: Any, before: _Found | None, key: Any) -> None:
         if isinstance(value, np.ndarray) and (value.nbytes > _MAX_ARRAY_BYTES or not value.flags.writeable):
@@ -219,6 +240,9 @@ class Snapshot:
     def _visit_method(self, value: types.MethodType, before: _Found | None, key: Any) -> None:
         self._todo.extend((part, before, key) for part in (value.__self__, value.__func__))
 
+    def _visit_bound(self, value: Any, before: _Found | None, key: Any) -> None:
+        self._todo.append((value.__self__, before, key))
+
     def _visit_partial(self, value: Any, before: _Found | None, key: Any) -> None:
         self._todo.extend((part, before, key) for part in (value.func, value.args, value.keywords))
 
@@ -248,6 +272,7 @@ class Snapshot:
             if not _is_closed(one.__module__) and (id(one), Named) not in self._found:
                 place = Named(one, sorted(class_names(one)))
                 self._next(place.then.items(), self._add(place, None, None, one.__name__))
+                self._next(((None, method) for method in _special_methods(one)), None)
 
     def _visit_descriptor(self, value: Any, before: _Found | None, key: Any) -> None:
         parts = (getattr(value, name, None) for name in ("__func__", "fget", "fset", "func"))
@@ -265,6 +290,7 @@ _BY_TYPE: tuple[tuple[Any, _Visit], ...] = (
     (tuple, Snapshot._visit_tuple),
     (types.FunctionType, Snapshot._visit_function),
     (types.MethodType, Snapshot._visit_method),
+    (types.MethodWrapperType, Snapshot._visit_bound),
     (functools.partial, Snapshot._visit_partial),
     (functools._lru_cache_wrapper, Snapshot._visit_wrapper),
     (weakref.ref, Snapshot._visit_reference),
@@ -286,6 +312,29 @@ def _visitor(kind: type) -> _Visit | None:
     if _is_closed(kind.__module__):
         return Snapshot._visit_iterator if hasattr(kind, "__next__") else None
     return Snapshot._visit_object
+
+
+def _imported(code: types.CodeType) -> list[str]:
+    """The modules that a function imports itself, or names for `sys.modules` and `importlib`."""
+    found = []
+    if _IMPORTS in code.co_code[::2]:
+        found = [str(one.argval) for one in dis.get_instructions(code) if one.opcode == _IMPORTS]
+    if not _BY_TEXT.isdisjoint(code.co_names):
+        found += [one for one in code.co_consts if isinstance(one, str)]
+    return found
+
+
+_IMPORTS = dis.opmap["IMPORT_NAME"]
+_BY_TEXT = {"modules", "import_module", "__import__"}
+_GLOBALS = {"globals", "__globals__", "f_globals"}
+
+
+def _special_methods(kind: type) -> Iterator[types.FunctionType]:
+    """Methods that Python calls by itself, of those that may keep something in a closure."""
+    for name, value in vars(kind).items():
+        method = getattr(value, "__func__", value)  # of a class method
+        if name.startswith("__") and isinstance(method, types.FunctionType) and method.__closure__:
+            yield method
 
 
 def _slots(kind: type) -> tuple[str, ...]:
