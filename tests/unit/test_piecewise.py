@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from phonograph import (
     graphed,
     opaque,
 )
-from phonograph.devices import EmulatedDevice, capturing
+from phonograph.devices import EmulatedDevice, capturing, cuda
 from phonograph.devices.capturing import said_to_capture
 from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.planning.resolve import resolve
@@ -567,6 +568,36 @@ def test_a_capture_refuses_to_compile() -> None:
     with refusing_compilations():
         torch._dynamo.reset()
     compiled(torch.ones(5))
+
+
+def test_a_compiler_may_wait_for_the_device_in_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor makes tensors on the device at its first compilation, and waits for their copies."""
+    modes, seen = [0], list[int]()
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: modes.append(2 if mode == "error" else mode))
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        seen.append(modes[-1])
+        return graph.forward
+
+    compiled = torch.compile(lambda x: torch.relu(x) * 2, backend=compiler, dynamic=False)
+    with cuda._waits_refused():
+        assert modes[-1] == 2
+        compiled(torch.ones(2))
+        assert modes[-1] == 2
+        assert seen == [0]
+        with pytest.raises(Exception, match="refused"):
+            torch.compile(lambda x: x + 1, backend=_refuse, dynamic=False)(torch.ones(3))
+        assert modes[-1] == 2
+        thread = threading.Thread(target=lambda: compiled(torch.ones(4)))
+        thread.start()
+        thread.join()
+    assert modes[-1] == 0
+    assert seen == [0, 2]
+
+
+def _refuse(graph: Any, inputs: Any) -> Any:
+    raise ValueError("refused")
 
 
 def test_grad_is_off_whatever_the_body_says() -> None:

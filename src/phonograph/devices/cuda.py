@@ -15,6 +15,7 @@ import torch
 
 from phonograph.devices.base import Capabilities, DeviceGraph, Hardware, MemoryFigures, MemoryPool, Recorder
 from phonograph.devices.capturing import said_to_capture
+from phonograph.devices.compiling import around_compilations
 from phonograph.devices.cuda_nodes import num_captured, read_nodes
 from phonograph.devices.emulated import NoGraph
 from phonograph.devices.nodes import NodeList
@@ -260,12 +261,18 @@ class _CudaRehearsal:
 
 @contextmanager
 def _waits_refused() -> Iterator[None]:
+    """Not while torch.compile is at work: nothing of that is recorded, and a compiler reads the device as it likes."""
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
+
+    def refuse() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+
+    refuse()
     try:
-        yield
+        with around_compilations(lambda: torch.cuda.set_sync_debug_mode(before), refuse):
+            yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
