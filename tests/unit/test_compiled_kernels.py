@@ -26,7 +26,7 @@ function = getattr(importlib.import_module(f"phonograph.engine.{module}"), name)
 names = function.arg_names
 types = {"table_ptr": "*i32", "rows_ptr": "*i64", "positions_ptr": "*i64", "slots_ptr": "*i64", "tiles_ptr": "*i32",
          "arrived_ptr": "*i32", "parts_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
-floats = {"q_eps", "k_eps", "scale", "bend", "softcap"}
+floats = {"eps", "q_eps", "k_eps", "scale", "bend", "softcap"}
 def type_of(name):
     if name in fixed: return "constexpr"
     if name.endswith("_ptr"): return others if isinstance(others, str) else (types | others).get(name, "*bf16")
@@ -90,6 +90,13 @@ def test_acceptance_compiles(width: int) -> None:
     fixed = {"none": -3, "no_draft": -4, "has_drafts": width > 1, "width": width, "columns": 8, "block": 32}
     fixed["by_row"] = width == 1
     assert compiled("ops.triton.rounds", "_accept", fixed, "*i64", warps=1)["cubin"] > 1000
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_products_of_a_few_vectors_compile(gated: bool) -> None:
+    fixed = {"tokens": 8, "width": 576, "rows": 4, "block": 1024, "dealt": True, "has_norm": True}
+    fixed |= {"has_delta": True, "has_bias": False, "gated": gated, "overlap": 2}
+    assert compiled("ops.triton.vector", "_few", fixed, {}, warps=2)["cubin"] > 10_000
 
 
 def test_the_ends_of_rounds_compile() -> None:

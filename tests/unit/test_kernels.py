@@ -24,7 +24,7 @@ from phonograph.engine.ops.queries import Queries
 from phonograph.engine.ops.triton import rows
 from phonograph.engine.ops.triton.layers import TritonKernels
 from phonograph.engine.ops.triton.products import Products
-from phonograph.engine.ops.tuning import Choice, Tuning
+from phonograph.engine.ops.tuning import MOST_VECTORS, Choice, Tuning
 from phonograph.errors import DeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -220,6 +220,10 @@ MATRIX = {
 CASES = {
     **{f"1, vector, {name}": (1, choice) for name, choice in VECTOR.items()},
     **{f"3, matrix, {name}": (3, choice) for name, choice in MATRIX.items()},
+    **{
+        f"{count}, vectors, {some} programs": (count, replace(VECTOR["streamed, a tile per program"], programs=some))
+        for count, some in ((2, 0), (3, 3), (5, 0), (8, 2))
+    },
     "1, matrix": (1, MATRIX["fused, weights are tall"]),
     "16, matrix": (16, MATRIX["split in 3"]),
     "17, matrix": (17, MATRIX["fused"]),
@@ -283,6 +287,18 @@ def test_a_residual_stream_in_float32_may_be_beyond_the_range_of_float16(name: s
 def test_a_product_of_the_default_models_widths(choice: Choice) -> None:
     x, weight = random(1, 576), Matrix(random(100, 576))
     near(Products(DEVICE).linear(choice, x, weight), REFERENCE.linear(x, weight))
+
+
+@pytest.mark.parametrize("num_tokens", range(1, MOST_VECTORS + 1))
+def test_a_few_vectors_are_multiplied_as_each_alone(num_tokens: int) -> None:
+    """Rows may lie apart, and nothing depends on those beside."""
+    choice, products = Choice("vector", rows=2, block=64, stages=2), Products(DEVICE)
+    x, delta = random(num_tokens + 1, 2 * WIDTH)[:, :WIDTH], random(num_tokens + 1, WIDTH)
+    norm, gate_up = Norm(random(WIDTH), 1e-5), Matrix(random(2 * OUTPUTS, WIDTH))
+    together = products.norm_gated(choice, x[:num_tokens], delta[:num_tokens], norm, gate_up)
+    apart = [products.norm_gated(choice, x[at : at + 1], delta[at : at + 1], norm, gate_up) for at in range(num_tokens)]
+    for found, wanted in zip(together, zip(*apart, strict=True), strict=True):
+        near(found, torch.cat(wanted))
 
 
 def test_a_split_product_leaves_its_counters_ready() -> None:

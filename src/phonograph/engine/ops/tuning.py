@@ -26,6 +26,8 @@ log = logging.getLogger("phonograph")
 FORMAT = 1
 MOST_TOKENS = 128
 """Tokens up to which a matrix kernel can be chosen."""
+MOST_VECTORS = 8
+"""Tokens up to which a vector kernel can be: all are in registers."""
 MAX_TILES = 16384
 """Tiles of outputs that a split product may have."""
 STREAMED = 2
@@ -58,7 +60,7 @@ class Choice:
     """A way to compute a product. A library's product has its norm and gate in launches of their own."""
 
     kind: Kind
-    """`library` is cuBLAS, `library_lt` cublasLt; `vector` takes one token, `matrix` a few."""
+    """`library` is cuBLAS, `library_lt` cublasLt; `vector` takes one token or a few, `matrix` more."""
     rows: int = 0
     """Rows of the weights that a program takes at a time."""
     block: int = 0
@@ -125,7 +127,7 @@ def check(product: Product, choice: Choice) -> None:
     """Raise where a kernel can't compute a product."""
     if product.op not in get_args(Op):
         raise ValueError(f"{product.op!r} is not one of {', '.join(get_args(Op))}")
-    most = {"vector": 1, "matrix": MOST_TOKENS}.get(choice.kind, product.tokens)
+    most = {"vector": MOST_VECTORS, "matrix": MOST_TOKENS}.get(choice.kind, product.tokens)
     if not 1 <= product.tokens <= most:
         raise ValueError(f"kernel {choice.kind} for {product.tokens} tokens of {product.op}: it takes 1 to {most}")
 

@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from phonograph.engine.ops.tuning import MAX_TILES, MOST_TOKENS, STREAMED, Choice, Product
+from phonograph.engine.ops.tuning import MAX_TILES, MOST_TOKENS, MOST_VECTORS, STREAMED, Choice, Product
 from phonograph.sizes import ceil_div, next_power_of_two
 
 Job = tuple[Product, Choice]
 SHARED_BYTES = 227 << 10
 """Shared memory of a program at most, on sm_90."""
 _NUM_VARIED = 6
+_MOST_HELD = 384
+"""Elements of half a register that a thread may hold of weights and vectors."""
 
 
 def candidates(product: Product, multiprocessors: int) -> list[Choice]:
@@ -21,6 +23,8 @@ def candidates(product: Product, multiprocessors: int) -> list[Choice]:
     if product.tokens == 1:
         found += _whole_vectors(product, multiprocessors)
         found += _blocked_vectors(product)
+    elif product.tokens <= MOST_VECTORS:
+        found += _few_vectors(product)
     if product.tokens <= MOST_TOKENS:
         found += _matrices(product, multiprocessors)
     return list(dict.fromkeys(found))
@@ -90,6 +94,16 @@ def _blocked_vectors(product: Product) -> Iterator[Choice]:
     ):  # fmt: skip
         if block < product.inputs:
             yield Choice("vector", rows=rows, block=block, warps=warps, stages=stages)
+
+
+def _few_vectors(product: Product) -> Iterator[Choice]:
+    """Where whole rows of a few vectors and of the weights fit in registers."""
+    block = next_power_of_two(product.inputs)
+    gated = 2 if product.op == "norm_gated" else 1
+    for rows, warps in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8)):
+        held = block * (2 * gated * rows + product.tokens) // (32 * warps)  # of a thread, weights of two tiles
+        if held <= _MOST_HELD:
+            yield Choice("vector", rows=rows, block=block, warps=warps, stages=STREAMED)
 
 
 # rows, block, warps, stages, swap

@@ -184,7 +184,7 @@ def compile_all(jobs: Iterable[Job], device: torch.device, workers: int = 8) -> 
     distinct: dict[tuple[object, ...], Job] = {}
     for product, choice in jobs:
         # The code does not depend on the number of programs and outputs, nor on the tokens that a tile is for.
-        tokens = 1 if choice.kind == "vector" else max(16, next_power_of_two(product.tokens))
+        tokens = max(1 if choice.kind == "vector" else 16, next_power_of_two(product.tokens))
         key = (
             product.op,
             product.outputs % 16 == 0,

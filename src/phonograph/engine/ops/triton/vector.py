@@ -1,4 +1,5 @@
-"""Vector products: a weight matrix times one vector, bound by reading the weights, so everything else rides along.
+"""Vector products: a weight matrix times one vector, bound by reading the weights, so everything else rides along; or
+times a few vectors, where a model is so small that launches bound its steps.
 
 The norm is linear but for its scale: out = scale · W (x · weight), and the scale is known when the sum is. So the
 squares are summed while the weights stream past, and no program waits for a pass over x first.
@@ -180,6 +181,125 @@ def _blocked(
     _finish(tl.sum(total, 1), tl.sum(up_total, 1), scale, bias_ptr, out_ptr, row, in_rows, has_bias, gated)
 
 
+@triton.jit
+def _vectors(
+    x_ptr, delta_ptr, sum_ptr, num_tokens, x_stride, delta_stride, sum_stride, program,
+    tokens: tl.constexpr, width: tl.constexpr, block: tl.constexpr, has_delta: tl.constexpr,
+):  # fmt: skip
+    """Some rows of x, with their deltas added; all before the first is used, so that they come at once."""
+    column = tl.arange(0, block)[None, :]
+    found = ()
+    for token in tl.static_range(tokens):
+        count = tl.where(token < num_tokens, width, 0)
+        mask = column < count
+        x = tl.load(x_ptr + token * x_stride + column, mask=mask, other=0.0)
+        if has_delta:
+            delta = tl.load(delta_ptr + token * delta_stride + column, mask=mask, other=0.0)
+            x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+            tl.store(sum_ptr + token * sum_stride + column, x, mask=column < tl.where(program == 0, count, 0))
+        found = found + (x,)  # noqa: RUF005 - Triton takes no star
+    return found
+
+
+@triton.jit
+def _add_two(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def _add_four(a, b, c, d, other_a, other_b, other_c, other_d):
+    return a + other_a, b + other_b, c + other_c, d + other_d
+
+
+@triton.jit
+def _sums(found, count: tl.constexpr):
+    """Over the columns of two or four tensors; together, since programs wait for each other's warps in each."""
+    return tl.reduce(found, 1, _add_two) if count == 2 else tl.reduce(found, 1, _add_four)
+
+
+@triton.jit
+def _multiplied(
+    weight, up, vectors, norm, scales, bias_ptr, out_ptr, row, num_tokens, num_out,
+    first_token: tl.constexpr, count: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr,
+):  # fmt: skip
+    """Some rows of the weights times two or four of the vectors."""
+    totals, up_totals = (), ()
+    for place in tl.static_range(count):
+        x = vectors[first_token + place].to(tl.float32) * norm
+        totals = totals + (weight.to(tl.float32) * x,)  # noqa: RUF005 - Triton takes no star
+        if gated:
+            up_totals = up_totals + (up.to(tl.float32) * x,)  # noqa: RUF005
+    totals = _sums(totals, count)
+    up_totals = _sums(up_totals, count) if gated else totals
+    for place in tl.static_range(count):
+        scale, at = scales[first_token + place], out_ptr + (first_token + place) * num_out
+        inside = row < tl.where(first_token + place < num_tokens, num_out, 0)
+        _finish(totals[place], up_totals[place], scale, bias_ptr, at, row, inside, has_bias, gated)
+
+
+@triton.jit
+def _scales(vectors, eps, width: tl.constexpr, tokens: tl.constexpr, count: tl.constexpr, has_norm: tl.constexpr):
+    """What the norm multiplies each vector by."""
+    scales = ()
+    for group in tl.static_range(tokens // count):
+        squares = ()
+        for place in tl.static_range(count):
+            kept = vectors[group * count + place].to(tl.float32)
+            squares = squares + (kept * kept,)  # noqa: RUF005
+        if has_norm:
+            squares = _sums(squares, count)
+        for place in tl.static_range(count):
+            scale = 1.0
+            if has_norm:
+                scale = tl.rsqrt(squares[place] / width + eps)
+            scales = scales + (scale,)  # noqa: RUF005
+    return scales
+
+
+@kernel()
+def _few(
+    x_ptr, delta_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, num_tokens, num_out, eps,
+    x_stride, delta_stride, sum_stride,
+    tokens: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, block: tl.constexpr, dealt: tl.constexpr,
+    has_norm: tl.constexpr, has_delta: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """As `_streamed`, with up to `tokens` vectors in registers, which meet the weights two or four at a time."""
+    first, num_programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, block)[None, :]
+    count: tl.constexpr = min(tokens, 4)
+    begin(overlap)
+    weight = _tile(weight_ptr, first, num_out, 0, width, rows, block)
+    up = weight
+    if gated:
+        up = _tile(weight_ptr, first, num_out, num_out, width, rows, block)
+    norm = 1.0
+    if has_norm:
+        norm = tl.load(norm_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    wait_for_inputs(overlap)
+    vectors = _vectors(
+        x_ptr, delta_ptr, sum_ptr, num_tokens, x_stride, delta_stride, sum_stride, first, tokens, width, block,
+        has_delta,
+    )  # fmt: skip
+    scales = _scales(vectors, eps, width, tokens, count, has_norm)
+    for tile in range(first, tl.cdiv(num_out, rows), num_programs):
+        next_weight, next_up = weight, up
+        if dealt:
+            next_weight = _tile(weight_ptr, tile + num_programs, num_out, 0, width, rows, block)
+            next_up = next_weight
+            if gated:
+                next_up = _tile(weight_ptr, tile + num_programs, num_out, num_out, width, rows, block)
+        row = tile * rows + tl.arange(0, rows)
+        for group in tl.static_range(tokens // count):
+            if group * count < num_tokens:
+                _multiplied(
+                    weight, up, vectors, norm, scales, bias_ptr, out_ptr, row, num_tokens, num_out,
+                    group * count, count, has_bias, gated,
+                )  # fmt: skip
+        weight, up = next_weight, next_up
+    nearly_done(overlap)
+
+
 def product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -191,16 +311,27 @@ def product(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + delta) projected by the weight, x + delta) of a single row x, [1, width].
+    """(norm(x + delta) projected by the weight, x + delta) of x, [1, width], or of a few rows.
 
     The projection is in the dtype of the weight, or in `dtype`.
     """
     num_out, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    out = torch.empty((1, num_out), dtype=dtype or weight.dtype, device=x.device)
+    out = torch.empty((x.shape[0], num_out), dtype=dtype or weight.dtype, device=x.device)
     total = x if delta is None else torch.empty_like(x)
     whole = choice.block >= width
-    chosen = (_streamed if choice.stages == STREAMED else _whole) if whole else _blocked
     tiles = ceil_div(num_out, choice.rows)
+    if x.shape[0] > 1:
+        programs = min(choice.programs or tiles, tiles)
+        _few[(programs,)](
+            x, x if delta is None else delta, weight if norm is None else norm.weight, weight,
+            weight if bias is None else bias, out, total, x.shape[0], num_out, 0.0 if norm is None else norm.eps,
+            x.stride(0), x.stride(0) if delta is None else delta.stride(0), total.stride(0),
+            tokens=next_power_of_two(x.shape[0]), width=width, rows=choice.rows, block=next_power_of_two(width),
+            dealt=programs < tiles, has_norm=norm is not None, has_delta=delta is not None, has_bias=bias is not None,
+            gated=gated, overlap=code(choice.overlap), num_warps=choice.warps, **dependent(choice.overlap),
+        )  # fmt: skip
+        return out, total
+    chosen = (_streamed if choice.stages == STREAMED else _whole) if whole else _blocked
     per_line = LINE.value // weight.element_size()
     ahead = min(choice.ahead, width) // per_line
     chosen[(min(choice.programs, tiles) if whole and choice.programs else tiles,)](
