@@ -81,6 +81,7 @@ def test_attention_compiles(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("depth", [0, 3, 7])
 def test_the_search_for_what_came_before_compiles(depth: int) -> None:
     fixed = {"width": depth + 1, "columns": depth + 1, "depth": depth, "depths": 8, "places": 2048 if depth else 1}
+    fixed["overlap"] = 2
     found = compiled("ops.triton.rounds", "_keep_and_continue", fixed, "*i64", warps=8 if depth else 1)
     assert found["cubin"] > 1000
 
@@ -88,7 +89,7 @@ def test_the_search_for_what_came_before_compiles(depth: int) -> None:
 @pytest.mark.parametrize("width", [1, 4, 5])
 def test_acceptance_compiles(width: int) -> None:
     fixed = {"none": -3, "no_draft": -4, "has_drafts": width > 1, "width": width, "columns": 8, "block": 32}
-    fixed["by_row"] = width == 1
+    fixed |= {"by_row": width == 1, "overlap": 2}
     assert compiled("ops.triton.rounds", "_accept", fixed, "*i64", warps=1)["cubin"] > 1000
 
 
@@ -100,8 +101,13 @@ def test_products_of_a_few_vectors_compile(gated: bool) -> None:
 
 
 def test_the_ends_of_rounds_compile() -> None:
-    compiled("ops.triton.rounds", "_spread", {"vocab": 49_152, "width": 4, "block": 256}, "*i64")
-    compiled("ops.triton.rounds", "_keep_drafts", {"depth": 3, "found_depth": 3, "block": 256}, "*i64")
+    compiled("ops.triton.rounds", "_spread", {"vocab": 49_152, "width": 4, "block": 256, "overlap": 2}, "*i64")
+    compiled(
+        "ops.triton.rounds",
+        "_keep_drafts",
+        {"depth": 3, "found_depth": 3, "has_marks": True, "block": 256, "overlap": 2},
+        "*i64",
+    )
 
 
 def test_picking_compiles() -> None:

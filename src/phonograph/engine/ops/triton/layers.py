@@ -24,12 +24,12 @@ class TritonKernels:
     """The protocol `Kernels`. `overlap` is for the kernels that nothing is measured for; it needs sm_90 or later."""
 
     name = "triton"
-    rounds = TritonRounds()
 
     def __init__(self, device: torch.device, tuning: Tuning, *, overlap: Overlap = "none") -> None:
         self.tuning = tuning
         self._overlap = overlap
         self._products = Products(device)
+        self.rounds = TritonRounds(overlap)
         self._chosen: dict[tuple[Op, int, torch.Size, torch.dtype], Choice] = {}
 
     @property

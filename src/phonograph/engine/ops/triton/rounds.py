@@ -10,7 +10,9 @@ import triton.language as tl
 from phonograph.engine.ops.kernels import AcceptedTokens, LeftTokens, NewTokens, ReadMarks, RoundTokens, Unread
 from phonograph.engine.ops.layers.rounds import ReferenceRounds
 from phonograph.engine.ops.queries import Queries
+from phonograph.engine.ops.triton.dependent_launch import begin, code, dependent, wait_for_inputs
 from phonograph.engine.ops.triton.kernel import kernel
+from phonograph.engine.ops.tuning import Overlap
 from phonograph.engine.requests.step import NO_DRAFT, NO_TOKEN
 from phonograph.sizes import ceil_div, next_power_of_two
 
@@ -28,9 +30,11 @@ _REFERENCE = ReferenceRounds()
 @kernel(unspecialised=["num_tokens"])
 def _spread(
     rows_ptr, drafts_ptr, last_token_ptr, length_ptr, out_rows_ptr, positions_ptr, tokens_ptr, num_tokens, drafts_row,
-    vocab: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+    vocab: tl.constexpr, width: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of rounds, each by its row and its place in the round."""
+    begin(overlap)
+    wait_for_inputs(overlap)
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside, offset = at < num_tokens, at % width
     row = tl.load(rows_ptr + at // width, mask=inside, other=0)
@@ -46,10 +50,12 @@ def _spread(
 @kernel(unspecialised=["num_drafts"])
 def _keep_drafts(
     drafts_ptr, rows_ptr, found_ptr, read_to_ptr, length_ptr, num_drafts, rows_step,
-    depth: tl.constexpr, found_depth: tl.constexpr, has_marks: tl.constexpr, block: tl.constexpr,
+    depth: tl.constexpr, found_depth: tl.constexpr, has_marks: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Some drafts, and none in the places after those that were found; those of padding go nowhere. The first place
     of a row marks it as read."""
+    begin(overlap)
+    wait_for_inputs(overlap)
     at = tl.program_id(0) * block + tl.arange(0, block)
     number, place = at // depth, at % depth
     row = tl.load(rows_ptr + number * rows_step, mask=at < num_drafts, other=0)
@@ -65,9 +71,11 @@ def _keep_drafts(
 def _leave(
     rows_ptr, starts_ptr, tokens_ptr, counts_ptr, first_ptr, second_ptr, third_ptr, states_ptr, ring_ptr,
     first_row, second_row, third_row, rows_step, starts_step, tokens_row,
-    places: tl.constexpr, width: tl.constexpr, columns: tl.constexpr,
+    places: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One tapped state of a row to its place; the first of them takes the token along."""
+    begin(overlap)
+    wait_for_inputs(overlap)
     number, tap, taps = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row = tl.load(rows_ptr + number * rows_step).to(tl.int64)
     if (row > 0) & (tl.load(counts_ptr + number) > 0):
@@ -91,9 +99,11 @@ def _leave(
 @kernel(unspecialised=["num_tokens"])
 def _left(
     rows_ptr, length_ptr, read_to_ptr, states_ptr, ring_ptr, starts_ptr, counts_ptr, tokens_ptr, taken_ptr, num_tokens,
-    rows_step, places: tl.constexpr, width: tl.constexpr, columns: tl.constexpr,
+    rows_step, places: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One tapped state of a place of a row; the first tap has the token, the first place where the row's begin."""
+    begin(overlap)
+    wait_for_inputs(overlap)
     at, tap, taps = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     number, offset = at // places, at % places
     row = tl.load(rows_ptr + number * rows_step).to(tl.int64)
@@ -117,9 +127,11 @@ def _accept(
     rows_ptr, positions_ptr, tokens_ptr, picked_ptr, depth_ptr, limit_ptr, drafts_ptr, last_token_ptr, length_ptr,
     out_rows_ptr, starts_ptr, counts_ptr, block_ptr, said_ptr, num_rows, drafts_row,
     none: tl.constexpr, no_draft: tl.constexpr, has_drafts: tl.constexpr, by_row: tl.constexpr,
-    width: tl.constexpr, columns: tl.constexpr, block: tl.constexpr,
+    width: tl.constexpr, columns: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Some rows, each with all places of its round."""
+    begin(overlap)
+    wait_for_inputs(overlap)
     number = tl.program_id(0) * block + tl.arange(0, block)
     place = tl.arange(0, columns)[None, :]
     row = tl.load(rows_ptr + number * width, mask=number < num_rows, other=0)
@@ -156,8 +168,11 @@ def _keep_and_continue(
     history_ptr, rows_ptr, starts_ptr, tokens_ptr, counts_ptr, drafts_ptr,
     history_row, num_positions, rows_step, starts_step, tokens_row,
     width: tl.constexpr, columns: tl.constexpr, depth: tl.constexpr, depths: tl.constexpr, places: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
     """One row: its new tokens into its history, then a search from the end, for three tokens or else two."""
+    begin(overlap)
+    wait_for_inputs(overlap)
     number = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + number * rows_step).to(tl.int64)
     start = tl.load(starts_ptr + number * starts_step).to(tl.int64)
@@ -192,7 +207,11 @@ def _keep_and_continue(
 
 
 class TritonRounds:
-    """The protocol `RoundKernels`; the same integers as the reference."""
+    """The protocol `RoundKernels`; the same integers as the reference. All kernels are small, so whatever follows may
+    come at once where launches overlap."""
+
+    def __init__(self, overlap: Overlap = "none") -> None:
+        self._launch = {"overlap": code(overlap), **dependent(overlap)}
 
     def spread(
         self, rows: torch.Tensor, drafts: torch.Tensor, last_token: torch.Tensor, length: torch.Tensor, vocab: int
@@ -203,7 +222,7 @@ class TritonRounds:
         if num_tokens:
             _spread[(ceil_div(num_tokens, _TOKENS),)](
                 rows.contiguous(), drafts, last_token, length, found.rows, found.positions, found.tokens, num_tokens,
-                drafts.stride(0), vocab=vocab, width=width, block=_TOKENS, num_warps=4,
+                drafts.stride(0), vocab=vocab, width=width, block=_TOKENS, num_warps=4, **self._launch,
             )  # fmt: skip
         return found
 
@@ -215,7 +234,7 @@ class TritonRounds:
             tables = (drafts, drafts) if marks is None else (marks.read_to, marks.length)
             _keep_drafts[(ceil_div(num_drafts, _TOKENS),)](
                 drafts, rows, found, *tables, num_drafts, rows.stride(0), depth=depth, found_depth=found.shape[1],
-                has_marks=marks is not None, block=_TOKENS, num_warps=4,
+                has_marks=marks is not None, block=_TOKENS, num_warps=4, **self._launch,
             )  # fmt: skip
 
     def leave(self, unread: Unread, new: NewTokens, taps: Sequence[torch.Tensor]) -> None:
@@ -228,7 +247,8 @@ class TritonRounds:
             _leave[(num_rows, len(taps))](
                 new.rows, new.starts, new.tokens, new.counts.contiguous(), *three, unread.states, unread.tokens,
                 *(tap.stride(0) for tap in three), new.rows.stride(0), new.starts.stride(0), new.tokens.stride(0),
-                places=unread.tokens.shape[1], width=width, columns=columns, num_warps=min(8, max(1, columns // 512)),
+                places=unread.tokens.shape[1], width=width, columns=columns,
+                num_warps=min(8, max(1, columns // 512)), **self._launch,
             )  # fmt: skip
 
     def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor) -> LeftTokens:
@@ -240,7 +260,7 @@ class TritonRounds:
             _left[(num_rows * places, taps)](
                 rows, length, unread.read_to, unread.states, unread.tokens, starts, counts, tokens, taken,
                 num_rows * places, rows.stride(0), places=places, width=width, columns=columns,
-                num_warps=min(8, max(1, columns // 512)),
+                num_warps=min(8, max(1, columns // 512)), **self._launch,
             )  # fmt: skip
         return LeftTokens(starts, tokens, counts, taken.unbind(0))
 
@@ -265,7 +285,7 @@ class TritonRounds:
                 found.rows, found.starts, found.counts, found.block, found.tokens,
                 num_rows, 0 if drafts is None else drafts.stride(0),
                 none=NO_TOKEN, no_draft=NO_DRAFT, has_drafts=drafts is not None and width > 1, by_row=queries.by_row,
-                width=width, columns=next_power_of_two(width), block=_ROWS, num_warps=1,
+                width=width, columns=next_power_of_two(width), block=_ROWS, num_warps=1, **self._launch,
             )  # fmt: skip
         return found
 
@@ -285,5 +305,5 @@ class TritonRounds:
                 history, new.rows, new.starts, new.tokens, new.counts.contiguous(), drafts,
                 history.stride(0), history.shape[1], new.rows.stride(0), new.starts.stride(0), new.tokens.stride(0),
                 width=width, columns=next_power_of_two(width), depth=depth, depths=next_power_of_two(max(1, depth)),
-                places=_PLACES if depth else 1, num_warps=8 if depth else 1,
+                places=_PLACES if depth else 1, num_warps=8 if depth else 1, **self._launch,
             )  # fmt: skip
