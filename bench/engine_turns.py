@@ -22,6 +22,8 @@ class Engine:
     """None for the model that is measured."""
     accepts: float | Literal["right"] | None = "right"
     """Drafts that are right, as in service; or by `synthetic_acceptance`, at a rate, or None for none."""
+    instance: int = 0
+    """Engines that differ in nothing else are opened anew: what they differ by is noise."""
 
     @staticmethod
     def of(
