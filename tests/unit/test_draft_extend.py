@@ -18,8 +18,9 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
-from phonograph.engine.ops.kernels import NewTokens, ReadMarks, RoundKernels, Unread
+from phonograph.engine.ops.kernels import ReadMarks, RoundKernels, Unread
 from phonograph.engine.ops.layers.rounds import ReferenceRounds
+from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.drafted_rounds import DraftedRounds
 from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.eagle import eagle
@@ -87,29 +88,33 @@ class Noted:
 
 
 def due(places: int, *steps: tuple[int, bool]) -> list[bool]:
-    """Of steps, each by its width and whether prompts are among it."""
+    """Of steps, each by its width and whether it has decodes."""
     limits = Limits(2, 99, 64, 8, 99, tokens_per_row=4, unread_places=places)
     found = CatchingUp(limits)
-    return [found.is_due(width, [1], [1] if is_mixed else []) for width, is_mixed in steps]
+    return [found.is_due(width, [1] if decodes else []) for width, decodes in steps]
 
 
-PLAIN, ROUND, MIXED, MIXED_ROUND = (1, False), (4, False), (1, True), (4, True)
+PLAIN, ROUND, PROMPTS_ALONE, PLAIN_PROMPTS_ALONE = (1, True), (4, True), (4, False), (1, False)
 
 
-def test_a_drafter_catches_up_before_rounds_when_it_must_and_before_prompts() -> None:
+def test_a_drafter_catches_up_before_rounds_and_when_it_must() -> None:
+    """Prompts among them or not."""
     assert due(3, PLAIN, PLAIN, ROUND, ROUND) == [False, False, True, False]
     assert due(3, *[PLAIN] * 8) == [False, False, False, True, False, False, True, False]
-    assert due(3, PLAIN, MIXED, MIXED, PLAIN, MIXED_ROUND, ROUND) == [False, True, False, False, True, False]
+    assert due(3, *[PLAIN] * 3, ROUND, PLAIN, ROUND) == [False, False, False, True, False, True]
 
 
 def test_one_that_reads_every_token_catches_up_before_rounds_alone() -> None:
-    assert due(0, *[PLAIN] * 40, MIXED, ROUND, ROUND) == [False] * 41 + [True, False]
+    assert due(0, *[PLAIN] * 40, ROUND, ROUND) == [False] * 40 + [True, False]
 
 
-def test_steps_without_decodes_change_nothing() -> None:
-    found = CatchingUp(Limits(2, 99, 64, 8, 99, tokens_per_row=4, unread_places=3))
-    assert [found.is_due(1, [1], []), found.is_due(4, [], [1]), found.is_due(4, [1], [])] == [False, False, True]
-    assert not CatchingUp(Limits(2, 99, 64, 8, 99)).is_due(1, [1], [])
+def test_steps_without_decodes_read_nothing() -> None:
+    """In a round, ends of prompts are read and drafted for at once; in a plain step they are left."""
+    assert due(3, PLAIN, PROMPTS_ALONE, ROUND) == [False, False, True]
+    assert due(3, PROMPTS_ALONE, ROUND) == [False, False]
+    assert due(3, PLAIN_PROMPTS_ALONE, ROUND, ROUND) == [False, True, False]
+    assert due(3, *[PLAIN] * 3, *[PLAIN_PROMPTS_ALONE] * 2, PLAIN, PLAIN) == [False] * 5 + [True, False]
+    assert not CatchingUp(Limits(2, 99, 64, 8, 99)).is_due(1, [1])
 
 
 # -- what -----------------------------------------------------------------------------------------------------
@@ -258,15 +263,19 @@ def kernels_of_rounds() -> RoundKernels:
 def test_kernels_leave_and_take_what_the_reference_does(taps: int, places: int, width: int) -> None:
     kernels, reference = kernels_of_rounds(), ReferenceRounds()
     ring = unread(5, places, taps, width)
-    rows, counts, starts = whole(3, 0, 1, 5), whole(1, 0, 0, 1), whole(7, 0, 9, 40)
-    tokens, states = whole(4, 0, 6, 8)[:, None], [torch.randn(4, width, device=DEVICE) for _ in range(taps)]
     ours, theirs = copied(ring), copied(ring)
-    kernels.leave(ours, NewTokens(rows, starts, tokens, counts), states)
-    reference.leave(theirs, NewTokens(rows, starts, tokens, counts), states)
-    for one, other in zip((ours.states, ours.tokens), (theirs.states, theirs.tokens), strict=True):
+    length, last_token = whole(0, 9, 3, 25, 19, 41), whole(0, 11, 12, 13, 14, 15)
+    rows, positions, after = whole(3, 0, 1, 1, 5, 5, 5), whole(7, 0, 9, 10, 40, 41, 30), whole(-1, -1, 7, -1, -1, -1, 3)
+    mixed, plain = Queries(rows, positions, length[:, None], None), whole(4, 0, 2)
+    by_row = Queries(plain, length, length[:, None], 1, by_row=True)
+    states = [torch.randn(7, width, device=DEVICE) for _ in range(taps)]
+    for one, left in ((kernels, ours), (reference, theirs)):
+        one.leave(left, mixed, positions + 50, states, after)
+        one.leave(left, by_row, last_token, [state[:3] for state in states])
+    for one, other in zip(vars(ours).values(), vars(theirs).values(), strict=True):
         assert torch.equal(one[1:], other[1:])
-    length, rows = whole(0, 9, 3, 25, 19, 41), whole(1, 0, 2, 3, 4, 5)
-    found, wanted = kernels.left(ours, rows, length), reference.left(theirs, rows, length)
+    rows = whole(1, 0, 2, 3, 4, 5)
+    found, wanted = (one.left(left, rows, length, last_token) for one, left in ((kernels, ours), (reference, theirs)))
     assert torch.equal(found.counts, wanted.counts)
     real = rows > 0
     for one, other in zip((found.starts, found.tokens), (wanted.starts, wanted.tokens), strict=True):
