@@ -1,7 +1,8 @@
-"""draft: what is drafted after a mixed step, for rows that had a round and rows whose prompts ended, in one recording.
+"""draft: what is drafted after a round among prompts, for its rows and those whose prompts ended, in one recording.
 
 Rounds alone in a step draft within their own recording (`target_verify`). Among prompts, tokens are picked after the
 recording, so drafts have one of their own: a drafter's chain is many small launches, which would be most of the step.
+After a plain step it lets a drafter keep up for which nothing is left to be read later.
 """
 
 from __future__ import annotations

@@ -199,8 +199,11 @@ class DraftedRounds:
         taps: tuple[torch.Tensor, ...],
         following: torch.Tensor | None = None,
     ) -> None:
-        """What a plain step computed, for the drafter to read later; nothing where there is no place for it. Before
-        tokens are accepted: what comes after each is known once the next step, or the last token, is."""
+        """What a step computed of its tokens, for the drafter to read later; nothing where there is no place for it.
+
+        It comes before tokens are accepted, while the tables have those that were computed. With `following`, only
+        tokens after which one is yet to be picked are left.
+        """
         if self._unread is None:
             return
         run = self._opaque_leave if current().stage is Stage.COMPILING else self._leave
