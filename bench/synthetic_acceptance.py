@@ -48,11 +48,18 @@ class _Inner:
     ) -> None:
         self.inner.keep_drafts(drafts, rows, found, marks)
 
-    def leave(self, unread: Unread, new: NewTokens, taps: Sequence[torch.Tensor]) -> None:
-        self.inner.leave(unread, new, taps)
+    def leave(
+        self,
+        unread: Unread,
+        queries: Queries,
+        tokens: torch.Tensor,
+        taps: Sequence[torch.Tensor],
+        following: torch.Tensor | None = None,
+    ) -> None:
+        self.inner.leave(unread, queries, tokens, taps, following)
 
-    def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor) -> LeftTokens:
-        return self.inner.left(unread, rows, length)
+    def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor, last_token: torch.Tensor) -> LeftTokens:
+        return self.inner.left(unread, rows, length, last_token)
 
     def keep(self, history: torch.Tensor, new: NewTokens) -> None:
         self.inner.keep(history, new)

@@ -62,6 +62,7 @@ class OracleRounds:
     """The protocol `Rounds`."""
 
     taps: tuple[int, ...] = ()
+    leaves: tuple[str, ...] = ()
     ahead = 0
 
     def __init__(self, parts: PassParts) -> None:
@@ -74,7 +75,9 @@ class OracleRounds:
         said = (tables["oracle"][rows, places] + spoiled) % self._parts.model.config.vocab
         return torch.where(offsets == 0, tables.last_token[rows], said)
 
-    def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> None:
+    def read(
+        self, tokens: torch.Tensor, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]
+    ) -> None:
         return None
 
     def accept(

@@ -110,6 +110,15 @@ def test_the_ends_of_rounds_compile() -> None:
     )
 
 
+@pytest.mark.parametrize("by_row", [True, False])
+def test_what_is_left_and_taken_compiles(*, by_row: bool) -> None:
+    whole = ("rows", "positions", "tokens", "following", "ring", "read_to", "length", "last_token", "starts", "counts")
+    types = dict.fromkeys((f"{name}_ptr" for name in whole), "*i64")
+    fixed = {"overlap": 2, "places": 32, "width": 576, "columns": 1024}
+    compiled("ops.triton.rounds", "_leave", {**fixed, "has_following": not by_row, "by_row": by_row}, types, warps=2)
+    compiled("ops.triton.rounds", "_left", fixed, types, warps=2)
+
+
 def test_picking_compiles() -> None:
     floats = ("temperature_ptr", "top_p_ptr", "min_p_ptr", "tops_ptr", "masses_ptr")
     types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("seeds_ptr", "out_ptr"), "*i64")

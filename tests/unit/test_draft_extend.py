@@ -11,6 +11,7 @@ import torch
 from random_head import write_random_head
 
 from drafted import PROMPTS, REQUESTS
+from mixed_steps import DEPTH, PLACES, SCRIPTS, Played, looked_up
 from phonograph import LLM, EngineOptions, SamplingParams, verify
 from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
 from phonograph.engine.checkpoints.mtp import MtpCheckpoint
@@ -18,15 +19,16 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
-from phonograph.engine.ops.kernels import NewTokens, ReadMarks, RoundKernels, Unread
+from phonograph.engine.ops.kernels import ReadMarks, RoundKernels, Unread
 from phonograph.engine.ops.layers.rounds import ReferenceRounds
+from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.drafted_rounds import DraftedRounds
 from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.eagle import eagle
 from phonograph.engine.passes.mtp import mtp
 from phonograph.engine.passes.ngram import ngram
 from phonograph.engine.passes.ngram_eagle import ngram_eagle
-from phonograph.engine.passes.registry import DRAFT_EXTEND, TARGET_VERIFY
+from phonograph.engine.passes.registry import DRAFT, DRAFT_EXTEND, PREFILL, TARGET_VERIFY
 from phonograph.engine.passes.step import Step
 from phonograph.engine.passes.unread import NAMES, READ_TO
 from phonograph.engine.requests.limits import UNREAD_PLACES, Limits
@@ -36,7 +38,7 @@ from random_modules import written
 from speculation import MAX_LEN, Driver, Switching, check, plain_llm, speculating
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TARGET, DEPTH, PLACES = SHAPES["tiny"], 3, 6
+TARGET = SHAPES["tiny"]
 SLOW = pytest.mark.slow
 DRAFTERS = ["ngram", "eagle", *(pytest.param(name, marks=SLOW) for name in ("ngram+eagle", "mtp"))]
 
@@ -87,29 +89,33 @@ class Noted:
 
 
 def due(places: int, *steps: tuple[int, bool]) -> list[bool]:
-    """Of steps, each by its width and whether prompts are among it."""
+    """Of steps, each by its width and whether it has decodes."""
     limits = Limits(2, 99, 64, 8, 99, tokens_per_row=4, unread_places=places)
     found = CatchingUp(limits)
-    return [found.is_due(width, [1], [1] if is_mixed else []) for width, is_mixed in steps]
+    return [found.is_due(width, [1] if decodes else []) for width, decodes in steps]
 
 
-PLAIN, ROUND, MIXED, MIXED_ROUND = (1, False), (4, False), (1, True), (4, True)
+PLAIN, ROUND, PROMPTS_ALONE, PLAIN_PROMPTS_ALONE = (1, True), (4, True), (4, False), (1, False)
 
 
-def test_a_drafter_catches_up_before_rounds_when_it_must_and_before_prompts() -> None:
+def test_a_drafter_catches_up_before_rounds_and_when_it_must() -> None:
+    """Prompts among them or not."""
     assert due(3, PLAIN, PLAIN, ROUND, ROUND) == [False, False, True, False]
     assert due(3, *[PLAIN] * 8) == [False, False, False, True, False, False, True, False]
-    assert due(3, PLAIN, MIXED, MIXED, PLAIN, MIXED_ROUND, ROUND) == [False, True, False, False, True, False]
+    assert due(3, *[PLAIN] * 3, ROUND, PLAIN, ROUND) == [False, False, False, True, False, True]
 
 
 def test_one_that_reads_every_token_catches_up_before_rounds_alone() -> None:
-    assert due(0, *[PLAIN] * 40, MIXED, ROUND, ROUND) == [False] * 41 + [True, False]
+    assert due(0, *[PLAIN] * 40, ROUND, ROUND) == [False] * 40 + [True, False]
 
 
-def test_steps_without_decodes_change_nothing() -> None:
-    found = CatchingUp(Limits(2, 99, 64, 8, 99, tokens_per_row=4, unread_places=3))
-    assert [found.is_due(1, [1], []), found.is_due(4, [], [1]), found.is_due(4, [1], [])] == [False, False, True]
-    assert not CatchingUp(Limits(2, 99, 64, 8, 99)).is_due(1, [1], [])
+def test_steps_without_decodes_read_nothing() -> None:
+    """In a round, ends of prompts are read and drafted for at once; in a plain step they are left."""
+    assert due(3, PLAIN, PROMPTS_ALONE, ROUND) == [False, False, True]
+    assert due(3, PROMPTS_ALONE, ROUND) == [False, False]
+    assert due(3, PLAIN_PROMPTS_ALONE, ROUND, ROUND) == [False, True, False]
+    assert due(3, *[PLAIN] * 3, *[PLAIN_PROMPTS_ALONE] * 2, PLAIN, PLAIN) == [False] * 5 + [True, False]
+    assert not CatchingUp(Limits(2, 99, 64, 8, 99)).is_due(1, [1])
 
 
 # -- what -----------------------------------------------------------------------------------------------------
@@ -134,10 +140,13 @@ def test_tokens_are_those_of_plain_decoding(drafting: Drafting, backend: str) ->
 @every_drafter
 def test_the_recordings_are_right(drafting: Drafting) -> None:
     core = engine(drafting)
-    for name in (DRAFT_EXTEND.name, TARGET_VERIFY.name):
-        report = verify(core.executor.runners[name], batches=2)
+    runners = core.executor.runners
+    for name in (DRAFT_EXTEND.name, TARGET_VERIFY.name, PREFILL.name, DRAFT.name):
+        report = verify(runners[name], batches=2)
         assert report.ok, report
-    assert {key.axes for key in core.executor.runners[DRAFT_EXTEND.name].captured} == {"", "drafts=off"}
+    assert {key.axes for key in runners[DRAFT_EXTEND.name].captured} == {"", "drafts=off"}
+    leaves = drafting.unread is not None
+    assert {key.axes for key in runners[DRAFT.name].captured} == ({""} if leaves else {"", "drafts=off"})
 
 
 @every_drafter
@@ -157,6 +166,24 @@ def test_a_steady_plain_step_is_one_launch(drafting: Drafting) -> None:
     reads = sum(step.catches_up for step in noted.steps)
     assert reads == (0 if drafting.unread is None else 3)
     assert grown == {**dict.fromkeys(runners, 0), TARGET_VERIFY.name: 3 * PLACES, DRAFT_EXTEND.name: reads}
+
+
+@every_drafter
+@pytest.mark.parametrize("name", ["several", "full before it", "without decodes"])
+def test_a_plain_step_among_prompts_is_one_launch(drafting: Drafting, name: str) -> None:
+    """What is to be read is left in it, and read before a round or when no place is left; a lookup reads at once."""
+    leaves = drafting.unread is not None
+    core = engine(drafting, max_ahead=0, prefix_cache=False, chunk=7)
+    played = Played(core, None if leaves else looked_up).play(SCRIPTS[name])
+    steps = zip(played.steps, played.replays, strict=True)
+    plain = [one for one in steps if one[0].pass_name == PREFILL.name and one[0].tokens_per_row == 1]
+    assert plain
+    for step, grown in plain:
+        picks = bool(step.decodes.rows.size) or any(chunk.samples for chunk in step.prefills)
+        wanted = {PREFILL.name: 1, DRAFT.name: int(picks and not leaves), DRAFT_EXTEND.name: int(step.catches_up)}
+        assert grown == {**dict.fromkeys(grown, 0), **wanted}
+    assert any(step.catches_up for step, _ in plain) == (leaves and name == "full before it")
+    assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
 
 
 @pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
@@ -258,15 +285,20 @@ def kernels_of_rounds() -> RoundKernels:
 def test_kernels_leave_and_take_what_the_reference_does(taps: int, places: int, width: int) -> None:
     kernels, reference = kernels_of_rounds(), ReferenceRounds()
     ring = unread(5, places, taps, width)
-    rows, counts, starts = whole(3, 0, 1, 5), whole(1, 0, 0, 1), whole(7, 0, 9, 40)
-    tokens, states = whole(4, 0, 6, 8)[:, None], [torch.randn(4, width, device=DEVICE) for _ in range(taps)]
     ours, theirs = copied(ring), copied(ring)
-    kernels.leave(ours, NewTokens(rows, starts, tokens, counts), states)
-    reference.leave(theirs, NewTokens(rows, starts, tokens, counts), states)
-    for one, other in zip((ours.states, ours.tokens), (theirs.states, theirs.tokens), strict=True):
+    length, last_token = whole(0, 9, 3, 25, 19, 41), whole(0, 11, 12, 13, 14, 15)
+    rows, positions, after = whole(3, 0, 1, 1, 5, 5, 5), whole(7, 0, 9, 10, 40, 41, 30), whole(-1, -1, 7, -1, -1, -1, 3)
+    mixed, plain = Queries(rows, positions, length[:, None], None), whole(4, 0, 2)
+    by_row = Queries(plain, length, length[:, None], 1, by_row=True)
+    states = [torch.randn(7, width, device=DEVICE) for _ in range(taps)]
+    both: list[tuple[RoundKernels, Unread]] = [(kernels, ours), (reference, theirs)]
+    for run, left in both:
+        run.leave(left, mixed, positions + 50, states, after)
+        run.leave(left, by_row, last_token, [state[:3] for state in states])
+    for one, other in zip(vars(ours).values(), vars(theirs).values(), strict=True):
         assert torch.equal(one[1:], other[1:])
-    length, rows = whole(0, 9, 3, 25, 19, 41), whole(1, 0, 2, 3, 4, 5)
-    found, wanted = kernels.left(ours, rows, length), reference.left(theirs, rows, length)
+    rows = whole(1, 0, 2, 3, 4, 5)
+    found, wanted = (run.left(left, rows, length, last_token) for run, left in both)
     assert torch.equal(found.counts, wanted.counts)
     real = rows > 0
     for one, other in zip((found.starts, found.tokens), (wanted.starts, wanted.tokens), strict=True):
@@ -274,6 +306,24 @@ def test_kernels_leave_and_take_what_the_reference_does(taps: int, places: int, 
     for one, other in zip(found.taps, wanted.taps, strict=True):
         shape = len(rows), places, width
         assert torch.equal(one.view(shape)[real], other.view(shape)[real])
+
+
+def test_what_a_row_left_comes_in_order_with_the_tokens_after() -> None:
+    """From the end of its prompt on, which a mixed step had; then plain steps, and nothing of what was before."""
+    ring, states = unread(2, 4, 1, 8), torch.randn(9, 8, device=DEVICE)
+    ring.read_to[2], table, length, last_token = 1 << 60, whole(0, 0, 0)[:, None], whole(0, 6, 9), whole(0, 7, 40)
+    prompt = Queries(whole(1, 2, 2, 2), whole(5, 6, 7, 8), table, None)
+    kernels = ReferenceRounds()
+    kernels.leave(ring, prompt, whole(35, 36, 37, 38), [states[5:]], whole(-1, 37, 38, -1))
+    assert ring.read_to[2] == 8
+    for position in (9, 10):
+        by_row = Queries(whole(2, 0), length, table, 1, by_row=True)
+        kernels.leave(ring, by_row, last_token, [states[[position - 9, 0]]])
+        length[2], last_token[2] = position + 1, 32 + position
+    found = kernels.left(ring, whole(0, 2), length, last_token)
+    assert [found.counts[1], found.starts[1]] == [3, 8]
+    assert found.tokens[1, :3].tolist() == [40, 41, 42]
+    assert torch.equal(found.taps[0].view(2, 4, 8)[1, :3], states[[8, 0, 1]])
 
 
 def test_kernels_mark_rows_as_read() -> None:

@@ -24,6 +24,7 @@ from drafted import (
     expect_plain_output_to_the_end_of_the_context,
     expect_steady_rounds,
 )
+from mixed_steps import DEPTH, ENGINE, PLACES, SCRIPTS, Moment, Played, among_prompts, looked_up
 from phonograph import LLM, CheckpointError, EngineOptions, PlanError
 from phonograph.engine import checkpoints
 from phonograph.engine.cache.groups import CacheGroup, page_bytes
@@ -35,7 +36,8 @@ from phonograph.engine.models.rope import rope_table
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.eagle import eagle
-from phonograph.engine.passes.registry import PASSES, kept_by
+from phonograph.engine.passes.ngram_eagle import ngram_eagle
+from phonograph.engine.passes.registry import DRAFT, PASSES, kept_by
 from phonograph.engine.passes.target_verify import speculating_passes
 from speculation import MAX_LEN, Switching, plain_llm, speculating
 
@@ -198,6 +200,45 @@ def test_a_head_catches_up_with_plain_steps(tmp_path: Path, layers: int, plain: 
     usual: dict[str, Any] = {"max_ahead": 0, "prefix_cache": False, "chunk": 7, "unread_places": 4}
     core = speculating(drafting(folder, unread_places=4), "disabled", **usual)
     expect_caught_up(core, 3, plain, ByHand(folder, [0, 1], norms=False).drafts)
+
+
+@among_prompts
+def test_drafts_after_plain_steps_among_prompts_are_the_same(
+    tmp_path: Path, moments: list[Moment], backend: str
+) -> None:
+    """Rows that decode leave their states there, and so do those whose prompts end."""
+    folder = written(tmp_path, tensors(num_layers=2), num_hidden_layers=2)
+    core = speculating(drafting(folder, unread_places=PLACES), backend, **ENGINE)
+    assert Played(core, ByHand(folder, [0, 1], norms=False).drafts).play(moments).num_seen > 1
+
+
+@pytest.mark.parametrize("moments", SCRIPTS.values(), ids=SCRIPTS)
+def test_so_are_those_of_a_head_and_a_lookup(folder: Path, moments: list[Moment]) -> None:
+    head = DraftCheckpoint.open(folder, TARGET).load(drafted_for(plain_llm().executor.model), MAX_LEN + 16)
+    by_hand = ByHand(folder, [0, 1], norms=False)
+
+    def drafts(known: Sequence[int], depth: int) -> list[int]:
+        found = looked_up(known, depth)
+        return found if found[0] >= 0 else by_hand.drafts(known, depth)
+
+    core = speculating(ngram_eagle(head, DEPTH, PLACES), "disabled", **ENGINE)
+    assert Played(core, drafts).play(moments).num_seen > 1
+
+
+@pytest.mark.parametrize("name", ["one", "several", "plain steps after the end"])
+def test_what_a_pass_that_raised_did_not_read_is_read_later(
+    folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As far as there are places for it: rounds among prompts leave their tokens too, and so only drafts are lost."""
+    core = speculating(drafting(folder, unread_places=PLACES), "disabled", **ENGINE)
+
+    def run(batch: Any) -> object:
+        raise RuntimeError("no memory for drafts")
+
+    core.executor.runners[DRAFT.name].run = run  # type: ignore[method-assign, assignment]
+    played = Played(core, ByHand(folder, [0, 1], norms=False).drafts, is_each_looked_at=False).play(SCRIPTS[name])
+    assert played.num_seen > 1
+    assert "draft failed, and its rows go on as they are: RuntimeError: no memory for drafts" in caplog.text
 
 
 @pytest.mark.parametrize("backend", ["full", "breakable", "disabled", "tc_piecewise"])

@@ -25,6 +25,7 @@ from drafted import (
     expect_plain_output_to_the_end_of_the_context,
     expect_steady_rounds,
 )
+from mixed_steps import ENGINE, PLACES, Moment, Played, among_prompts
 from phonograph import LLM, CheckpointError, EngineOptions, PlanError, SamplingParams
 from phonograph.engine.cache.groups import CacheGroup, page_bytes
 from phonograph.engine.checkpoints.draft_head import drafted_for
@@ -159,6 +160,16 @@ def test_modules_catch_up_with_plain_steps(tmp_path: Path, count: int, plain: in
     usual: dict[str, Any] = {"max_ahead": 0, "prefix_cache": False, "chunk": 7, "unread_places": 4}
     core = speculating(drafting(folder, unread_places=4), "disabled", **usual)
     expect_caught_up(core, 3, plain, ByHand(folder, count).drafts)
+
+
+@among_prompts
+@pytest.mark.parametrize("count", [1, 3])
+def test_drafts_after_plain_steps_among_prompts_are_the_same(
+    tmp_path: Path, moments: list[Moment], backend: str, count: int
+) -> None:
+    folder = written(tmp_path, tensors(count), count)
+    core = speculating(drafting(folder, unread_places=PLACES), backend, **ENGINE)
+    assert Played(core, ByHand(folder, count).drafts).play(moments).num_seen > 1
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -114,13 +114,24 @@ class RoundKernels(Protocol):
         reads those of the null row. Where there are marks, all that the rows have is read by now."""
         ...
 
-    def leave(self, unread: Unread, new: NewTokens, taps: Sequence[torch.Tensor]) -> None:
-        """Leave what a step of one token a row computed to be read later: the tapped states ([num_rows, hidden] each)
-        of the position at `starts`, and the token that came after it. Rows that got none leave nothing."""
+    def leave(
+        self,
+        unread: Unread,
+        queries: Queries,
+        tokens: torch.Tensor,
+        taps: Sequence[torch.Tensor],
+        following: torch.Tensor | None = None,
+    ) -> None:
+        """Leave what a step computed to be read later: of each query its token, and the tapped states ([num_tokens,
+        hidden] each). Where the tokens that come after them are given, only those leave something after which one is
+        yet to be picked: `following` is below 0 there.
+
+        A row that is marked as read past what it leaves is read up to there.
+        """
         ...
 
-    def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor) -> LeftTokens:
-        """What rows left since it was last read, of all that are in a table of lengths."""
+    def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor, last_token: torch.Tensor) -> LeftTokens:
+        """What rows left since it was last read. The tables have the length and the last token of every row."""
         ...
 
     def accept(
@@ -163,7 +174,7 @@ class Unread:
     """What plain steps leave for a drafter to read later, of all rows: in rings, by position."""
 
     states: torch.Tensor  # [all rows, places, taps, hidden]
-    tokens: torch.Tensor  # [all rows, places]: the token that came after each position
+    tokens: torch.Tensor  # [all rows, places]: the token at each position
     read_to: torch.Tensor  # [all rows]: all positions before it are read; past the row's length, nothing is left
 
 
@@ -180,7 +191,7 @@ class LeftTokens:
     """Of each row the positions that are not read, `places` of them, of which the first `counts` are there."""
 
     starts: torch.Tensor  # [num_rows]
-    tokens: torch.Tensor  # [num_rows, places]
+    tokens: torch.Tensor  # [num_rows, places]: the token that came after each position
     counts: torch.Tensor  # [num_rows]; 0 for padding
     taps: tuple[torch.Tensor, ...]  # [num_rows * places, hidden] each
 

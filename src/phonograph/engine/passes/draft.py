@@ -1,7 +1,8 @@
-"""draft: what is drafted after a mixed step, for rows that had a round and rows whose prompts ended, in one recording.
+"""draft: what is drafted after a round among prompts, for its rows and those whose prompts ended, in one recording.
 
 Rounds alone in a step draft within their own recording (`target_verify`). Among prompts, tokens are picked after the
 recording, so drafts have one of their own: a drafter's chain is many small launches, which would be most of the step.
+After a plain step it lets a drafter keep up for which nothing is left to be read later.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from phonograph.graphs.inputs.slot import Pad, Slot
 from phonograph.graphs.phases.axes import Axis
 
 
-def drafts_axis(width: int, *, narrows: bool) -> Axis:
-    """Rounds of all drafts; of half as many, where that may pay; or one token a row, as plain decoding has it.
+def drafts_axis(width: int, *, narrows: bool, has_plain: bool = True) -> Axis:
+    """Rounds of all drafts; of half as many, where that may pay; or one token a row, as plain decoding has it, where
+    the pass has a part in that.
 
     For passes whose batches have a field `tokens_per_row`.
     """
     half = {"half": half_width(width)} if narrows and half_width(width) > 1 else {}
-    widths = {"on": width, **half, "off": 1}
+    widths = {"on": width, **half, **({"off": 1} if has_plain else {})}
     names = {found: name for name, found in widths.items()}
 
     def applied(batch: Any, value: str) -> Any:
@@ -99,7 +101,7 @@ def draft_pass(
     *,
     narrows: bool = False,
 ) -> Pass:
-    """The pass over all rows that a mixed step picked tokens for."""
+    """The pass over all rows that a mixed step picked tokens for; of plain steps only where these leave nothing."""
     rounds, limits, tables = DraftedRounds(parts, drafter, unread), parts.limits, parts.tables
     most = limits.max_seqs * rounds.width
     features = drafter.kept[0].dtype if isinstance(drafter, ReadsTarget) else None
@@ -136,7 +138,7 @@ def draft_pass(
         public=("rows", "firsts", "lasts", "positions", "width", "tokens_per_row"),
         body=body,
         sample=DraftSample(parts, rounds.width, features),
-        axes=[drafts_axis(rounds.width, narrows=narrows)],
+        axes=[drafts_axis(rounds.width, narrows=narrows, has_plain=not rounds.leaves)],
         preserve=parts.trials.running,
         picks=False,
         reads=(*rounds.reads, *drafter.reads),

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from phonograph.engine.ops.kernels import NewTokens, ReadMarks, RoundKernels, RoundTokens
+from phonograph.engine.ops.kernels import ReadMarks, RoundKernels, RoundTokens
 from phonograph.engine.ops.layers.rounds import mark_read, tokens_at
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import PassParts
@@ -71,15 +70,15 @@ class DraftedRounds:
         self._kept: tuple[torch.Tensor, ...] = () if self._reader is None else self._reader.kept
         if self._unread is not None:
             self._kept = (*self._kept, self._unread.read_to)
-        of_unread = () if self._unread is None else NAMES
-        self.reads: Sequence[str] = ("limit", "depth", "draft", *of_unread)
-        self.writes: Sequence[str] = ("draft", *of_unread)
+        self.leaves: Sequence[str] = () if self._unread is None else NAMES
+        self.reads: Sequence[str] = ("limit", "depth", "draft", *self.leaves)
+        self.writes: Sequence[str] = ("draft", *self.leaves)
         self._vocab = parts.model.config.vocab
         self.width = parts.limits.tokens_per_row
         self.ahead = self.width - 1
         self._opaque_verify = opaque(self._verify, fake=_fake_verified, mutates=("last_token", "length"))
         self._opaque_draft = opaque(self._draft, fake=_no_result, mutates=("drafts", "kept"))
-        self._opaque_leave = opaque(self._leave, fake=_no_result, mutates=("states", "ring"))
+        self._opaque_leave = opaque(self._leave, fake=_no_result, mutates=("states", "ring", "read_to"))
         self._opaque_extend = opaque(self._extend, fake=_no_result, mutates=("drafts", "kept"))
         self._opaque_read = opaque(self._read, fake=_fake_read, mutates=("kept",))
         self._opaque_features = opaque(self._features, fake=_fake_features)
@@ -193,25 +192,39 @@ class DraftedRounds:
     def _marks(self) -> ReadMarks | None:
         return None if self._unread is None else ReadMarks(self._unread.read_to, self._parts.tables.length)
 
-    def leave(self, accepted: Accepted, taps: tuple[torch.Tensor, ...]) -> None:
-        """What a plain step brought: for the drafter to read later, or at once where there is no place for it."""
+    def leave(
+        self,
+        tokens: torch.Tensor,
+        queries: Queries,
+        taps: tuple[torch.Tensor, ...],
+        following: torch.Tensor | None = None,
+    ) -> None:
+        """What a step computed of its tokens, for the drafter to read later; nothing where there is no place for it.
+
+        It comes before tokens are accepted, while the tables have those that were computed. With `following`, only
+        tokens after which one is yet to be picked are left.
+        """
         if self._unread is None:
-            self.draft(replace(accepted, features=self.features(taps)), 0)
             return
         run = self._opaque_leave if current().stage is Stage.COMPILING else self._leave
-        places = accepted.rows, accepted.starts, accepted.tokens, accepted.counts
-        run(places, taps, self._unread.states, self._unread.tokens)
+        places, unread = (queries.rows, queries.positions, queries.table), self._unread
+        run(places, tokens, queries.by_row, taps, following, unread.states, unread.tokens, unread.read_to)
 
     def _leave(
         self,
-        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        tokens: torch.Tensor,
+        by_row: bool,
         taps: tuple[torch.Tensor, ...],
+        following: torch.Tensor | None,
         states: torch.Tensor,
         ring: torch.Tensor,
+        read_to: torch.Tensor,
     ) -> None:
         """As one call that no compiler looks into; the last arguments say what is written."""
         assert self._unread is not None
-        self._parts.model.kernels.rounds.leave(self._unread, NewTokens(*places), taps)
+        queries = Queries(*places, 1 if by_row else None, by_row=by_row)
+        self._parts.model.kernels.rounds.leave(self._unread, queries, tokens, taps, following)
 
     def extend(self, rows: torch.Tensor, table: torch.Tensor, depth: int) -> None:
         """Let the drafter read what rows left, and draft so many tokens, or none."""
@@ -224,7 +237,7 @@ class DraftedRounds:
         """As one call that no compiler looks into; the last arguments say what is written."""
         tables, features = self._parts.tables, None
         if self._unread is not None:
-            left = self._parts.model.kernels.rounds.left(self._unread, rows, tables.length)
+            left = self._parts.model.kernels.rounds.left(self._unread, rows, tables.length, tables.last_token)
             features = self._features(left.taps, self._kept[0].dtype)
             found = left.starts, left.tokens, left.counts
         elif self._reader is None:
@@ -256,7 +269,11 @@ class DraftedRounds:
             _warn("it drafts from zeros", error)
             return torch.zeros_like(taps[0], dtype=dtype)
 
-    def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    def read(
+        self, tokens: torch.Tensor, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | None:
+        # Of rounds too, since a recording serves both; there all is read at once, and marked so.
+        self.leave(tokens, queries, taps, following)
         if current().stage is not Stage.COMPILING:
             return self._taken_in(taps, following, queries)
         places = queries.rows, queries.token_positions, queries.table

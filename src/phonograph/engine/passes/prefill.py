@@ -174,7 +174,7 @@ class PrefillBody:
             hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=wanted)
             return TokenStates(hidden.states, tokens, rows, positions)
         hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=wanted, taps=rounds.taps)
-        features = rounds.read(batch.following, queries, hidden.taps) if rounds.taps else None
+        features = rounds.read(tokens, batch.following, queries, hidden.taps) if rounds.taps else None
         return TokenStates(hidden.states, tokens, rows, positions, features)
 
     def tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
@@ -235,6 +235,9 @@ class PrefillBody:
             ends = self._parts.tail.next_tokens(logits[first:], queries, batch.needs)
             parts.append(widened(ends, width) if width > 1 and not first else ends)
             said.append(ends.tokens.clamp_min(0))
+        both = joined(*parts) if len(parts) > 1 else parts[0]
+        if width == 1 and self._rounds.leaves:
+            return both
         handed = PickedPlaces.of(
             batch.sampled_rows,
             torch.cat(said) if len(said) > 1 else said[0],
@@ -244,7 +247,7 @@ class PrefillBody:
             width=batch.width,
             tokens_per_row=width,
         )
-        return (joined(*parts) if len(parts) > 1 else parts[0])._replace(handed=handed)
+        return both._replace(handed=handed)
 
     def _queries(self, found: TokenStates, batch: PrefillBatch, part: slice, tokens_per_row: int) -> Queries:
         """Where some of the ends stand."""

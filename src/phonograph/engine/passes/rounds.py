@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,7 +73,14 @@ class Rounds(Protocol):
         """The token that each of these rows computes so many places after its length; at 0 it is the last token."""
         ...
 
-    def read(self, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    @property
+    def leaves(self) -> Sequence[str]:
+        """Columns in which `read` leaves what comes to be read later; without any, a plain step hands all on."""
+        ...
+
+    def read(
+        self, tokens: torch.Tensor, following: torch.Tensor, queries: Queries, taps: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | None:
         """Take in what the model computed for the tokens of a mixed step, within its recording.
 
         `following` are the tokens that come after each in its prompt; below 0 where one is yet to be picked. Returns

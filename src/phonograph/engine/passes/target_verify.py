@@ -93,6 +93,8 @@ class _Links:
             spread = self._rounds.spread(batch.rows, width, self._model.kernels.rounds)
             tokens, queries = spread.tokens, Queries(spread.rows, spread.positions, pages, tokens_per_row=width)
         hidden = self._model.hidden(tokens, queries, self._parts.cache, taps=self._rounds.taps)
+        if width == 1:
+            self._rounds.leave(tokens, queries, hidden.taps)
         picked, accepted = self._rounds.verify(self._model.logits(hidden.states), tokens, queries, batch.needs)
         if batch.needs.states:
             states = hidden.states.float()
@@ -100,11 +102,9 @@ class _Links:
         return picked, accepted, hidden.taps
 
     def draft(self, batch: DecodeBatch, found: tuple[Picked, Accepted, tuple[torch.Tensor, ...]]) -> Picked:
-        """What is drafted for the next round; after a plain step nothing is."""
+        """What is drafted for the next round; after a plain step nothing is, and what it left is read later."""
         picked, accepted, taps = found
-        if batch.tokens_per_row == 1:
-            self._rounds.leave(accepted, taps)
-        else:
+        if batch.tokens_per_row > 1 or not self._rounds.leaves:
             self._rounds.draft(replace(accepted, features=self._rounds.features(taps)), batch.tokens_per_row - 1)
         return picked
 
@@ -149,6 +149,7 @@ def target_verify_pass(
         axes=[*axes_for(parts.gives_states), drafts_axis(rounds.width, narrows=narrows)],
         preserve=parts.trials.running,
         reads=rounds.reads,
+        writes=rounds.leaves,
     )
     draft = replace(
         verify,
@@ -182,8 +183,8 @@ def speculating_passes(
             drafter = drafting.make(parts)
             rounds = DraftedRounds(parts, drafter, drafting.unread)
             found = make(parts, backend, plain, rounds)
-            reads = (*rounds.reads, *drafter.reads)
-            return replace(found, before=DRAFT_EXTEND.name, then=DRAFT.name, reads=reads, writes=drafter.writes)
+            reads, writes = (*rounds.reads, *drafter.reads), (*rounds.leaves, *drafter.writes)
+            return replace(found, before=DRAFT_EXTEND.name, then=DRAFT.name, reads=reads, writes=writes)
 
         return replace(plain, make=made)
 

@@ -1,6 +1,6 @@
 """Unread tokens: what plain steps leave for a drafter that reads hidden states, so that it runs in few of them.
 
-A ring of some places a row holds tapped states and tokens. Before it is full, and before rows go on in rounds, the pass
+A ring of some places a row holds tapped states and tokens. When it is full, and before rows go on in rounds, the pass
 `draft_extend` reads all of it at once. Nothing of this is known to the host but how many steps there were.
 """
 
@@ -17,12 +17,12 @@ from phonograph.engine.state.tables import RequestTables
 STATES, TOKENS, READ_TO = "unread_states", "unread_tokens", "read_to"
 NAMES = (STATES, TOKENS, READ_TO)
 _ALL = 1 << 60
-"""In `read_to`: nothing is unread, however long the row is."""
+"""In `read_to`: nothing is unread, however long the row is, until it leaves something."""
 
 
 @dataclass(frozen=True)
 class UnreadSize:
-    """What is left of a token, and of how many tokens of a row at most."""
+    """What is left of a token, and of how many tokens of a row at most: no fewer than a round has."""
 
     places: int
     num_taps: int

@@ -152,7 +152,7 @@ class Scheduler:
             return None
         self._launched = number = self._launched + 1
         most = self.width.of(decodes)
-        fewest, catches_up = fewest_of(most), self._catching_up.is_due(most, decodes, chunks)
+        fewest, catches_up = fewest_of(most), self._catching_up.is_due(most, decodes)
         for sequence in decodes:
             sequence.num_computed += most
             sequence.num_launched_outputs += fewest

@@ -34,20 +34,35 @@ class ReferenceRounds:
         if marks is not None:
             mark_read(marks, rows)
 
-    def leave(self, unread: Unread, new: NewTokens, taps: Sequence[torch.Tensor]) -> None:
-        # What brings nothing goes to the null row, which nobody reads.
-        rows, places = new.rows * (new.counts > 0), new.starts % unread.tokens.shape[1]
-        unread.tokens.index_put_((rows, places), new.tokens[:, 0])
+    def leave(
+        self,
+        unread: Unread,
+        queries: Queries,
+        tokens: torch.Tensor,
+        taps: Sequence[torch.Tensor],
+        following: torch.Tensor | None = None,
+    ) -> None:
+        is_left, positions = queries.rows > 0, queries.token_positions
+        is_left = is_left if following is None else is_left & (following < 0)
+        tokens = tokens[queries.rows] if queries.by_row else tokens
+        # All others write zeros to one place of the null row, which nobody reads.
+        rows, places = queries.rows * is_left, positions % unread.tokens.shape[1] * is_left
+        unread.tokens.index_put_((rows, places), tokens * is_left)
         for tap, states in enumerate(taps):
-            unread.states.index_put_((rows, places, torch.full_like(rows, tap)), states.to(unread.states.dtype))
+            kept = torch.where(is_left[:, None], states, 0.0).to(unread.states.dtype)
+            unread.states.index_put_((rows, places, torch.full_like(rows, tap)), kept)
+        # In a round a row leaves several, so that the first is the least.
+        marks = torch.where(is_left, positions, torch.iinfo(positions.dtype).max)
+        unread.read_to.scatter_reduce_(0, rows, marks, "amin")
 
-    def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor) -> LeftTokens:
+    def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor, last_token: torch.Tensor) -> LeftTokens:
         most, ends = unread.tokens.shape[1], length[rows]
         counts = (ends - unread.read_to[rows]).clamp(0, most) * (rows > 0)
-        starts = ends - counts
-        places = (starts[:, None] + torch.arange(most, device=rows.device)) % most
+        starts, offsets = ends - counts, torch.arange(most, device=rows.device)
+        places = (starts[:, None] + offsets) % most
         states = unread.states[rows[:, None], places].flatten(0, 1)
-        return LeftTokens(starts, unread.tokens[rows[:, None], places], counts, states.unbind(1))
+        is_last, after = offsets == counts[:, None] - 1, unread.tokens[rows[:, None], (places + 1) % most]
+        return LeftTokens(starts, torch.where(is_last, last_token[rows][:, None], after), counts, states.unbind(1))
 
     def accept(
         self,

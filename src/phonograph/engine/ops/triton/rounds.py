@@ -69,17 +69,23 @@ def _keep_drafts(
 
 @kernel()
 def _leave(
-    rows_ptr, starts_ptr, tokens_ptr, counts_ptr, first_ptr, second_ptr, third_ptr, states_ptr, ring_ptr,
-    first_row, second_row, third_row, rows_step, starts_step, tokens_row,
-    places: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, overlap: tl.constexpr,
+    rows_ptr, positions_ptr, tokens_ptr, following_ptr, first_ptr, second_ptr, third_ptr, states_ptr, ring_ptr,
+    read_to_ptr, first_row, second_row, third_row,
+    has_following: tl.constexpr, by_row: tl.constexpr, places: tl.constexpr, width: tl.constexpr, columns: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
-    """One tapped state of a row to its place; the first of them takes the token along."""
+    """One tapped state of a token to its place; the first of them takes the token along, and marks the row."""
     begin(overlap)
     wait_for_inputs(overlap)
     number, tap, taps = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    row = tl.load(rows_ptr + number * rows_step).to(tl.int64)
-    if (row > 0) & (tl.load(counts_ptr + number) > 0):
-        place = row * places + tl.load(starts_ptr + number * starts_step).to(tl.int64) % places
+    row = tl.load(rows_ptr + number).to(tl.int64)
+    is_left = row > 0
+    if has_following:
+        is_left = is_left & (tl.load(following_ptr + number) < 0)
+    if is_left:
+        at = row if by_row else number
+        position = tl.load(positions_ptr + at).to(tl.int64)
+        place = row * places + position % places
         column = tl.arange(0, columns)
         line = first_ptr + number * first_row
         if tap == 1:
@@ -93,15 +99,18 @@ def _leave(
             mask=column < width,
         )
         if tap == 0:
-            tl.store(ring_ptr + place, tl.load(tokens_ptr + number * tokens_row))
+            tl.store(ring_ptr + place, tl.load(tokens_ptr + at))
+            tl.atomic_min(read_to_ptr + row, position, sem="relaxed")
 
 
 @kernel(unspecialised=["num_tokens"])
 def _left(
-    rows_ptr, length_ptr, read_to_ptr, states_ptr, ring_ptr, starts_ptr, counts_ptr, tokens_ptr, taken_ptr, num_tokens,
-    rows_step, places: tl.constexpr, width: tl.constexpr, columns: tl.constexpr, overlap: tl.constexpr,
+    rows_ptr, length_ptr, last_token_ptr, read_to_ptr, states_ptr, ring_ptr, starts_ptr, counts_ptr, tokens_ptr,
+    taken_ptr, num_tokens, rows_step, places: tl.constexpr, width: tl.constexpr, columns: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
-    """One tapped state of a place of a row; the first tap has the token, the first place where the row's begin."""
+    """One tapped state of a place of a row; the first tap has the token after it, the first place where the row's
+    begin."""
     begin(overlap)
     wait_for_inputs(overlap)
     at, tap, taps = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -116,7 +125,8 @@ def _left(
     state = tl.load(states_ptr + (place * taps + tap) * width + column, mask=column < width, other=0.0)
     tl.store(taken_ptr + (tap.to(tl.int64) * num_tokens + at) * width + column, state, mask=column < width)
     if tap == 0:
-        tl.store(tokens_ptr + at, tl.load(ring_ptr + place))
+        after = tl.load(ring_ptr + row * places + (start + offset + 1) % places)
+        tl.store(tokens_ptr + at, tl.where(offset == count - 1, tl.load(last_token_ptr + row), after))
         if offset == 0:
             tl.store(starts_ptr + number, start)
             tl.store(counts_ptr + number, count)
@@ -237,28 +247,36 @@ class TritonRounds:
                 has_marks=marks is not None, block=_TOKENS, num_warps=4, **self._launch,
             )  # fmt: skip
 
-    def leave(self, unread: Unread, new: NewTokens, taps: Sequence[torch.Tensor]) -> None:
+    def leave(
+        self,
+        unread: Unread,
+        queries: Queries,
+        tokens: torch.Tensor,
+        taps: Sequence[torch.Tensor],
+        following: torch.Tensor | None = None,
+    ) -> None:
         if not 1 <= len(taps) <= _MOST_TAPS:
-            _REFERENCE.leave(unread, new, taps)
+            _REFERENCE.leave(unread, queries, tokens, taps, following)
             return
-        (num_rows, width), three = taps[0].shape, (*taps, taps[-1], taps[-1])[:3]
-        if num_rows:
+        (num_tokens, width), three = taps[0].shape, (*taps, taps[-1], taps[-1])[:3]
+        if num_tokens:
             columns = next_power_of_two(width)
-            _leave[(num_rows, len(taps))](
-                new.rows, new.starts, new.tokens, new.counts.contiguous(), *three, unread.states, unread.tokens,
-                *(tap.stride(0) for tap in three), new.rows.stride(0), new.starts.stride(0), new.tokens.stride(0),
-                places=unread.tokens.shape[1], width=width, columns=columns,
-                num_warps=min(8, max(1, columns // 512)), **self._launch,
+            _leave[(num_tokens, len(taps))](
+                queries.rows, queries.positions, tokens, tokens if following is None else following, *three,
+                unread.states, unread.tokens, unread.read_to, *(tap.stride(0) for tap in three),
+                has_following=following is not None, by_row=queries.by_row, places=unread.tokens.shape[1],
+                width=width, columns=columns, num_warps=min(8, max(1, columns // 512)),
+                **self._launch,
             )  # fmt: skip
 
-    def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor) -> LeftTokens:
+    def left(self, unread: Unread, rows: torch.Tensor, length: torch.Tensor, last_token: torch.Tensor) -> LeftTokens:
         (_, places, taps, width), num_rows = unread.states.shape, rows.shape[0]
         taken = unread.states.new_empty((taps, num_rows * places, width))
         starts, counts, tokens = (rows.new_empty(shape) for shape in (num_rows, num_rows, (num_rows, places)))
         if num_rows:
             columns = next_power_of_two(width)
             _left[(num_rows * places, taps)](
-                rows, length, unread.read_to, unread.states, unread.tokens, starts, counts, tokens, taken,
+                rows, length, last_token, unread.read_to, unread.states, unread.tokens, starts, counts, tokens, taken,
                 num_rows * places, rows.stride(0), places=places, width=width, columns=columns,
                 num_warps=min(8, max(1, columns // 512)), **self._launch,
             )  # fmt: skip
