@@ -14,11 +14,11 @@ from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep, Update
 from phonograph.engine.requests.step_costs import StepCosts
 
-_STAKE = 4.5
+_STAKE = 5.5
 """The time, in plain steps, that probes may have lost at once should all drafts be wrong: together with the share
-below, 1.05 percent of any 512 steps; what plain steps leave for the drafter may take the rest of two. The first
+below, 1.3 percent of any 512 steps; what plain steps leave for the drafter may take the rest of two. The first
 sequences lose it, or whoever is there when probes begin."""
-_PROBE_SHARE = 0.0015
+_PROBE_SHARE = 0.002
 """Of the time of other steps, what further probes may lose."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 4
 """Of a probe: as many as there is credit for. One round of a single row tells little."""
