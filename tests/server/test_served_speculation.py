@@ -108,7 +108,22 @@ def test_a_stop_text_within_a_round(server: Server, tiny_server: Server) -> None
         found, wanted = (one.post("/v1/completions", body).json() for one in (server, tiny_server))
         assert found["choices"][0]["text"] == wanted["choices"][0]["text"]
         assert found["choices"][0]["finish_reason"] == "stop"
-        assert found["usage"]["completion_tokens"] == wanted["usage"]["completion_tokens"]
+        usage = found["usage"]
+        assert usage["completion_tokens"] == wanted["usage"]["completion_tokens"]
+        told = usage.get("completion_tokens_details", {"accepted_prediction_tokens": 0})
+        assert told["accepted_prediction_tokens"] < usage["completion_tokens"]
+
+
+def test_a_stop_string_leaves_the_drafts_that_max_tokens_leaves(server: Server, tiny_server: Server) -> None:
+    """But that `max_tokens` is known in rounds before the last too, whose drafts may reach past it."""
+    whole = tiny_server.post("/v1/completions", BODY).json()["choices"][0]["text"]
+    for place in range(8, 16):
+        usage = server.post("/v1/completions", {**BODY, "stop": [whole[place : place + 2]]}).json()["usage"]
+        cut = server.post("/v1/completions", {**BODY, "max_tokens": usage["completion_tokens"]}).json()["usage"]
+        found, wanted = (one.get("completion_tokens_details", {}) for one in (usage, cut))
+        accepted, rejected = "accepted_prediction_tokens", "rejected_prediction_tokens"
+        assert found.get(accepted, 0) == wanted.get(accepted, 0)
+        assert found.get(rejected, 0) >= wanted.get(rejected, 0)
 
 
 def test_metrics_and_status(server: Server, drafter: str) -> None:
