@@ -71,6 +71,8 @@ def test_usage_of_a_response_tells_of_drafts(server: Server, tiny_server: Server
     )
     assert told["accepted_prediction_tokens"] + told["rejected_prediction_tokens"] > 0
     assert plainly == {"reasoning_tokens": told["reasoning_tokens"]}
+    without = server.post("/v1/responses", {**body, "speculate": False}).json()["usage"]["output_tokens_details"]
+    assert without == plainly
 
 
 def counted(server: Server) -> list[float]:
@@ -165,8 +167,10 @@ def test_the_status_page_s_figures(server: Server, tiny_server: Server, drafter:
 
 
 def test_what_can_t_be_is_refused(server: Server, tiny_server: Server) -> None:
-    refused = tiny_server.post("/v1/completions", {**BODY, "speculate": True})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "speculate"
+    for path, body in (("/v1/completions", BODY), ("/v1/responses", {"input": "one", "max_output_tokens": 4})):
+        for asked in (True, 1):
+            refused = tiny_server.post(path, {**body, "speculate": asked})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "speculate"
     for wrong in (-1, 1.5, "yes", 2000):
         assert server.post("/v1/completions", {**BODY, "speculate": wrong}).status_code == 400
