@@ -203,9 +203,7 @@ def test_places_without_a_draft_are_told_apart(width: int, num_rows: int, furthe
 
 @settings(deadline=None, max_examples=60)
 @given(st.data(), st.integers(2, 8), st.integers(1, 33), st.sampled_from((0, 3)))
-def test_token_0_stays_only_where_it_was_drafted(
-    data: st.DataObject, width: int, num_rows: int, further: int
-) -> None:
+def test_token_0_stays_only_where_it_was_drafted(data: st.DataObject, width: int, num_rows: int, further: int) -> None:
     """It is what is computed where nothing was drafted; the model may pick it there too."""
     places = st.lists(st.sampled_from((-1, -1, 0, 0, 0, 1)), min_size=width - 1, max_size=width - 1)
     drafted = [data.draw(places) for _ in range(num_rows)]
