@@ -201,6 +201,31 @@ def test_places_without_a_draft_are_told_apart(width: int, num_rows: int, furthe
             assert found.block[place].tolist() == expected, (kernels, place)
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.integers(2, 8), st.integers(1, 33), st.sampled_from((0, 3)))
+def test_token_0_stays_only_where_it_was_drafted(data: st.DataObject, width: int, num_rows: int, further: int) -> None:
+    """It is what is computed where nothing was drafted; the model may pick it there too."""
+    places = st.lists(st.sampled_from((-1, -1, 0, 0, 0, 1)), min_size=width - 1, max_size=width - 1)
+    drafted = [data.draw(places) for _ in range(num_rows)]
+    rows = [number if data.draw(st.integers(0, 4)) else 0 for number in range(1, num_rows + 1)]
+    drafts = first_columns([[0] * (width - 1), *drafted], further)
+    queries = Queries(
+        numbers(rows).repeat_interleave(width),
+        (numbers(rows)[:, None] + torch.arange(width, device=DEVICE)).flatten(),
+        torch.zeros((num_rows + 1, 4), dtype=torch.int32, device=DEVICE), tokens_per_row=width,
+    )  # fmt: skip
+    tokens = torch.cat([numbers([[50]] * num_rows), numbers(drafted).clamp_min(0)], 1).flatten()
+    picked, many = numbers([[0] * width] * num_rows), torch.full((num_rows + 1,), 10_000, device=DEVICE)
+    for kernels in KERNELS:
+        last_token, length = (torch.full((num_rows + 1,), 7, device=DEVICE) for _ in "tl")
+        found = kernels.accept(queries, tokens, picked, (many, many), last_token, length, drafts)
+        for place, row in enumerate(rows):
+            count = 1 + next((at for at, one in enumerate(drafted[place]) if one), width - 1) if row else 0
+            rest = [NO_DRAFT if row and one < 0 else NO_TOKEN for one in [0, *drafted[place]][count:]]
+            assert found.block[place].tolist() == [0] * count + rest, kernels
+            assert (int(found.counts[place]), int(length[place + 1])) == (count, row + count if row else 7)
+
+
 def staying(drafted: list[int], picked: list[int], depth: int, room: int) -> int:
     """One place after the other."""
     count = 0

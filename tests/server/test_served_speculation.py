@@ -71,6 +71,8 @@ def test_usage_of_a_response_tells_of_drafts(server: Server, tiny_server: Server
     )
     assert told["accepted_prediction_tokens"] + told["rejected_prediction_tokens"] > 0
     assert plainly == {"reasoning_tokens": told["reasoning_tokens"]}
+    without = server.post("/v1/responses", {**body, "speculate": False}).json()["usage"]["output_tokens_details"]
+    assert without == plainly
 
 
 def counted(server: Server) -> list[float]:
@@ -108,7 +110,22 @@ def test_a_stop_text_within_a_round(server: Server, tiny_server: Server) -> None
         found, wanted = (one.post("/v1/completions", body).json() for one in (server, tiny_server))
         assert found["choices"][0]["text"] == wanted["choices"][0]["text"]
         assert found["choices"][0]["finish_reason"] == "stop"
-        assert found["usage"]["completion_tokens"] == wanted["usage"]["completion_tokens"]
+        usage = found["usage"]
+        assert usage["completion_tokens"] == wanted["usage"]["completion_tokens"]
+        told = usage.get("completion_tokens_details", {"accepted_prediction_tokens": 0})
+        assert told["accepted_prediction_tokens"] < usage["completion_tokens"]
+
+
+def test_a_stop_string_leaves_the_drafts_that_max_tokens_leaves(server: Server, tiny_server: Server) -> None:
+    """But that `max_tokens` is known in rounds before the last too, whose drafts may reach past it."""
+    whole = tiny_server.post("/v1/completions", BODY).json()["choices"][0]["text"]
+    for place in range(8, 16):
+        usage = server.post("/v1/completions", {**BODY, "stop": [whole[place : place + 2]]}).json()["usage"]
+        cut = server.post("/v1/completions", {**BODY, "max_tokens": usage["completion_tokens"]}).json()["usage"]
+        found, wanted = (one.get("completion_tokens_details", {}) for one in (usage, cut))
+        accepted, rejected = "accepted_prediction_tokens", "rejected_prediction_tokens"
+        assert found.get(accepted, 0) == wanted.get(accepted, 0)
+        assert found.get(rejected, 0) >= wanted.get(rejected, 0)
 
 
 def test_metrics_and_status(server: Server, drafter: str) -> None:
@@ -150,8 +167,10 @@ def test_the_status_page_s_figures(server: Server, tiny_server: Server, drafter:
 
 
 def test_what_can_t_be_is_refused(server: Server, tiny_server: Server) -> None:
-    refused = tiny_server.post("/v1/completions", {**BODY, "speculate": True})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "speculate"
+    for path, body in (("/v1/completions", BODY), ("/v1/responses", {"input": "one", "max_output_tokens": 4})):
+        for asked in (True, 1):
+            refused = tiny_server.post(path, {**body, "speculate": asked})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "speculate"
     for wrong in (-1, 1.5, "yes", 2000):
         assert server.post("/v1/completions", {**BODY, "speculate": wrong}).status_code == 400

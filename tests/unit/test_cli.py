@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -302,6 +303,29 @@ def test_bad_input_says_what_to_do(argv: list[str], says: str, capsys: Capture) 
     err = capsys.readouterr().err
     assert says in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", [["explain", "--shape", "tiny", "--device", "cpu"], ["doctor"]])
+def test_a_reader_that_goes_away_is_no_error(command: list[str], unbuffered: str) -> None:
+    """Whether it is noticed by a print, or at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    argv, env = [sys.executable, "-m", "phonograph", *command], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(argv, stdout=writer, stderr=subprocess.PIPE, env=env) as run:
+        os.close(writer)
+        _, said = run.communicate()
+    assert (run.returncode, said) == (141, b"")
+
+
+def test_explain_says_where_steps_are_larger_than_asked_for(capsys: Capture) -> None:
+    flags = ["explain", "--shape", "tiny", "--device", "cpu", "--max-seqs", "4", "--speculate", "ngram"]
+    for asked, said in (
+        ("8", "16 tokens a step (not 8: 4 of each sequence that decodes)\n"),
+        ("16", "16 tokens a step\n"),
+    ):
+        assert main([*flags, "--max-step-tokens", asked]) == 0
+        assert said in capsys.readouterr().out
 
 
 HELP_OF_ALL = """

@@ -287,6 +287,7 @@ def without(name: str) -> dict[str, torch.Tensor]:
         ({"eagle_config": {"use_aux_hidden_state": False}}, None, "as in EAGLE-1"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, None, "fc.weight has shape"),
         ({"attention_bias": True}, None, "biases"),
+        ({"hidden_act": "gelu"}, None, "'gelu'; supported is silu in the layers of a draft head. Give --draft another"),
         ({}, without("norm.weight"), "norm.weight is missing"),
         ({}, without("d2t"), "d2t is missing"),
         ({}, {**tensors(), "midlayer.extra": torch.zeros(1)}, "midlayer.extra is no part"),

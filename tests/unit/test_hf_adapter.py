@@ -285,6 +285,20 @@ class TestModel:
             with pytest.raises(PlanError, match="shape 'tinier' is unknown"):
                 random_checkpoint("tinier", impl)
 
+    def test_the_same_seed_makes_the_same_model_whatever_was_drawn_before(self) -> None:
+        def weights(seed: int, drawn: int) -> torch.Tensor:
+            torch.manual_seed(drawn)
+            following = torch.rand(1)
+            torch.manual_seed(drawn)
+            checkpoint = replace(random_checkpoint("tiny-moe"), seed=seed)
+            model = load_model(checkpoint, ModelParts(ReferenceAttention(), ReferenceKernels(), 40), torch.float32, CPU)
+            assert isinstance(model, HfModel)
+            assert torch.equal(torch.rand(1), following), "no draw of the caller's depends on it"
+            return torch.cat([one.flatten() for one in model.whole.parameters()])
+
+        assert torch.equal(weights(0, drawn=1), weights(0, drawn=2))
+        assert not torch.equal(weights(0, drawn=1), weights(1, drawn=1))
+
     def test_the_residual_stream_is_as_the_weights_are(self, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(saved(made(SERVED["GPT-2"]), tmp_path))
         half = EngineOptions(dtype=torch.float16)

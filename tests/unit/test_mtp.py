@@ -261,6 +261,7 @@ def without(name: str) -> dict[str, torch.Tensor]:
         ({"num_nextn_predict_layers": 3}, None, "is 3, and 2 of its layers have an eh_proj"),
         ({"num_nextn_predict_layers": None}, None, "it has no num_nextn_predict_layers"),
         ({"attention_bias": True}, None, "biases"),
+        ({"hidden_act": "gelu"}, None, "'gelu'; supported is silu in the layers of MTP modules. Give --draft another"),
         ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, None, "a sliding window of 4096"),
         ({}, without("model.layers.3.enorm.weight"), r"model\.layers\.3\.enorm\.weight is missing"),
         ({}, {**tensors(), "model.layers.2.mlp.experts.0.up_proj.weight": torch.zeros(1)}, "is no part of it"),

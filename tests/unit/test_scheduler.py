@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from phonograph.engine.execution.sizing import with_pages
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence, State
@@ -103,6 +104,15 @@ def test_an_empty_prompt_is_refused() -> None:
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None:
     with pytest.raises(RequestError, match=r"has 64 tokens.*room for 63.*Shorten the prompt, or raise max_len"):
         Scheduler(limits()).add(request("a", 64))
+
+
+def test_where_the_pages_cut_the_context_off_more_of_them_help() -> None:
+    found = with_pages(limits(), 9)
+    assert (found.max_len, found.is_cut_off, limits().is_cut_off) == (32, True, False)
+    with pytest.raises(
+        RequestError, match=r"32, all that the KV cache holds, has room for 31 .*, or raise cache_tokens"
+    ):
+        Scheduler(found).add(request("a", 32))
 
 
 def test_a_prompt_that_never_fits_in_the_pages_is_refused() -> None:

@@ -111,6 +111,13 @@ def test_help_says_what_an_alias_takes() -> None:
         (("--speculative-algorithm", "NEXTN"), "Give --draft PATH"),
         (("--speculative-eagle-topk", "4"), "--speculative-eagle-topk 4 is not built in"),
         (("--speculative-num-steps", "many"), "is a number of tokens"),
+        (("--speculative-num-steps", "16"), "--speculative-num-steps must be .* at most 15, found 16"),
+        (("--speculative-num-draft-tokens", "17"), "--speculative-num-draft-tokens must be .* at most 16, found 17"),
+        (("--speculative-num-draft-tokens", "1"), "--speculative-num-draft-tokens must be .* 2.*, found 1"),
+        (
+            ("--speculative-num-steps", "5", "--speculative-num-draft-tokens", "16"),
+            r"num-steps says 5, --speculative-num-draft-tokens says 16 \(15 drafted\): these are aliases",
+        ),
         (("--speculate", "ngram", "--speculative-algorithm", "EAGLE"), "Keep --speculate alone"),
         (("--speculate", "ngram", "--speculate-depth", "3", "--speculative-num-steps", "4"), "Keep --speculate-depth"),
         (("--speculate-depth", "3"), "Give --speculate a drafter"),

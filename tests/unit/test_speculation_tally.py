@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +11,15 @@ from phonograph import SamplingParams
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.passes.ngram import ngram
+from phonograph.engine.process.generation import Generation
+from phonograph.engine.process.messages import Output
+from phonograph.engine.process.observer import Observers
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import Sampled, ScheduledStep
 from phonograph.engine.scheduling.speculation_tally import SpeculationCounts, SpeculationTally
+from phonograph.engine.text import Tokenizer
+from server import tiny
 from speculation import MAX_LEN, Driver, Even, check, oracle, plain, speculating
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -63,17 +69,44 @@ def test_places_past_the_end_are_not_drafted(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "drafted", "accepted"),
+    ("tokens", "accepted"),
     [
-        ((5, 0, 5, 5), 1, 1),  # the stop token was drafted too; what comes after it is dropped
-        ((5, 0), 2, 1),  # it is the target's: the second draft was another
-        ((5, 5, 5, 0), 3, 3),
-        ((0,), 1, 0),
+        ((5, 0, 5, 5), 1),  # the stop token was drafted too; what comes after it is dropped
+        ((5, 0), 1),  # it is the target's: the second draft was another
+        ((5, 5, 5, 0), 3),
+        ((0,), 0),
+        ((0, 5), 0),
     ],
 )
-def test_drafts_after_a_stop_token_are_none(tokens: tuple[int, ...], drafted: int, accepted: int) -> None:
+def test_drafts_of_a_stop_token_and_after_it_are_none(tokens: tuple[int, ...], accepted: int) -> None:
     found = noted(decoding(1), tokens)
-    assert (sum(found.drafted), sum(found.accepted)) == (drafted, accepted)
+    assert sum(found.drafted) == sum(found.accepted) == accepted
+
+
+@pytest.mark.parametrize(
+    ("text", "drafts", "wanted"),
+    [
+        ("b.cd", (15, 3), (1, 1)),  # what comes after the stop string is dropped
+        (".bcd", (3, 3), (0, 0)),
+        ("b.", (3, 1), (1, 1)),  # the second draft was another
+        ("bcd.", (3, 3), (3, 3)),
+        (".", (0, 0), (0, 0)),  # a plain step
+    ],
+)
+def test_drafts_after_a_stop_string_are_none(
+    text: str, drafts: tuple[int, int], wanted: tuple[int, int], tmp_path: Path
+) -> None:
+    """As the front counts them, which finds the stop string; rounds before it count as they are."""
+    tokenizer = Tokenizer.from_folder(tiny.write(tmp_path / "model"))
+    first, second, last = (tuple(tokenizer.encode(part, add_special=False)) for part in ("a", "bc", text))
+    request = Request("r", (1,), SamplingParams(stop=(".",), max_tokens=24))
+    generation = Generation([request], tokenizer, Observers([]), lambda generation, left: None, eos_ids=())
+    assert not generation.put(Output("r", 0, first), 0.0)
+    assert not generation.put(Output("r", 0, second, drafts=(3, 1)), 0.0)
+    assert generation.put(Output("r", 0, last, drafts=(3 + drafts[0], 1 + drafts[1])), 0.0)
+    usage = generation.usage
+    assert usage.output_tokens == 3 + len(text[: text.index(".") + 1])
+    assert (usage.drafted_tokens - 3, usage.accepted_tokens - 1) == wanted
 
 
 @pytest.mark.parametrize(

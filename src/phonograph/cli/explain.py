@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from phonograph.engine.execution.speculation import Chosen
     from phonograph.engine.options import EngineOptions
     from phonograph.engine.process.arguments import EngineArguments
+    from phonograph.engine.requests.limits import Limits
     from phonograph.graphs.planning.resolve import Plan
 
 HELP = "print whether and how a model is served, and the plan; of a folder, config.json is enough"
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         checkpoint.check(limits.num_positions)
     print(
         f"{arguments.name}: {config.num_layers} layers of {config.hidden}, vocabulary of {config.vocab:,}; "
-        f"up to {limits.max_seqs} sequences of {limits.context}, {limits.max_tokens:,} tokens a step"
+        f"up to {limits.max_seqs} sequences of {limits.context}, {_step_tokens(limits, arguments.options)}"
     )
     print(f"model: {implementation_of(checkpoint, precision.dtype, device.torch_device)}")
     if missing:
@@ -82,6 +83,14 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is not None:
         print(_traces(arguments, args.trace))
     return 0
+
+
+def _step_tokens(limits: Limits, options: EngineOptions) -> str:
+    """How many tokens a step has, and why more than were asked for."""
+    found = f"{limits.max_tokens:,} tokens a step"
+    if options.max_tokens is None or options.max_tokens == limits.max_tokens:
+        return found
+    return f"{found} (not {options.max_tokens:,}: {limits.tokens_per_row} of each sequence that decodes)"
 
 
 def _speculation(drafter: Chosen | None, options: EngineOptions, device: torch.device, plan: Plan) -> str:

@@ -26,7 +26,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cuda, cpu or emulated; default: the accelerator present, else the CPU")
     parser.add_argument("--max-seqs", type=int, help="sequences that run at the same time; default: by memory")
     parser.add_argument("--max-len", type=int, help="the longest sequence, prompt and answer together")
-    parser.add_argument("--max-step-tokens", type=int, help="tokens of one step; default: by memory")
+    parser.add_argument(
+        "--max-step-tokens",
+        type=int,
+        help="tokens of one step; default: by memory; raised where all sequences could not decode in one, with drafts",
+    )
     parser.add_argument("--cache-tokens", type=int, help="tokens of the KV cache; default: what memory leaves")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory to use (default 0.9)")
     parser.add_argument(

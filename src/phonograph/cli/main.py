@@ -23,8 +23,24 @@ COMMANDS = {
 }
 
 
+_NO_READER = 141
+"""The exit status of what a closed pipe ended, as shells have it."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. Python would try to write what is left once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO_READER
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         _open_closed_streams()
         args = command_line().parse_args(argv)

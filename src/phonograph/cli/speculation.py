@@ -12,6 +12,7 @@ from phonograph.engine.passes.registry import passes_for, phases_of, step_passes
 from phonograph.errors import PlanError
 from phonograph.graphs.planning.flags import first_flag_of
 from phonograph.graphs.planning.sglang_flags import Alias
+from phonograph.numbers import expect_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +40,8 @@ ALIASES = (
     Alias("--speculative-eagle-topk", words=("1",), note="drafts are a chain, not a tree"),
 )
 """Of SGLang's."""
+_DEPTHS = {"--speculative-num-steps": 0, "--speculative-num-draft-tokens": 1}
+"""SGLang's flags for how many tokens are drafted, and how many more each counts."""
 _METAVARS = {DRAFT: "PATH", DEPTH: "N"}
 
 
@@ -68,7 +71,7 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         WHEN,
         choices=("always", "pays"),
         help="always: wherever a request allows it; pays: only while recent rounds gain more in tokens than they cost "
-        "in time; default: pays, and always on a CPU",
+        "in time; default: pays, and always on a CPU, emulated or not",
     )
     for alias in ALIASES:
         group.add_argument(alias.flag, metavar="|".join(alias.words) or _METAVARS[alias.stands_for], help=alias.warning)
@@ -98,21 +101,21 @@ def speculation_from(args: argparse.Namespace) -> Speculation:
         log.warning("%s", alias.warning)
     algorithm = _ALGORITHMS.get(given.get("--speculative-algorithm", "").upper())
     speculate = _one(SPECULATE, {SPECULATE: args.speculate, "--speculative-algorithm": algorithm})
-    steps = _number(given, "--speculative-num-steps")
-    verified = _number(given, "--speculative-num-draft-tokens", less=1)
-    named = {"--speculative-num-steps": steps, "--speculative-num-draft-tokens": verified}
-    depth = _one(DEPTH, {DEPTH: args.speculate_depth, **named})
+    named = {flag: _number(given, flag, more) for flag, more in _DEPTHS.items()}
+    typed = {flag: f"{given[flag]} ({named[flag]} drafted)" for flag, more in _DEPTHS.items() if more and flag in given}
+    depth = _one(DEPTH, {DEPTH: args.speculate_depth, **named}, typed)
     path = "--speculative-draft-model-path"
     draft = _one(DRAFT, {DRAFT: args.draft, path: given.get(path)})
     where = None if draft is None else path_from(DRAFT, draft)
     return Speculation(cast("SpeculateName", speculate or "off"), depth, where, args.speculate_when)
 
 
-def _one(flag: str, said: Mapping[str, T | None]) -> T | None:
-    """The value of these aliases of one setting; several must agree."""
+def _one(flag: str, said: Mapping[str, T | None], typed: Mapping[str, str] = {}) -> T | None:
+    """The value of these aliases of one setting; several must agree. `typed` has those that were given in another
+    form."""
     found = {name: value for name, value in said.items() if value is not None}
     if len({*found.values()}) > 1:
-        told = ", ".join(f"{name} says {value}" for name, value in found.items())
+        told = ", ".join(f"{name} says {typed.get(name, value)}" for name, value in found.items())
         raise PlanError(f"{told}: these are aliases. Keep {flag} alone.")
     return next(iter(found.values()), None)
 
@@ -138,10 +141,15 @@ def _value(args: argparse.Namespace, flag: str) -> str | None:
     return found
 
 
-def _number(given: dict[str, str], flag: str, less: int = 0) -> int | None:
+def _number(given: dict[str, str], flag: str, more: int) -> int | None:
+    """The number of drafts, of which the flag counts so many more."""
+    from phonograph.engine.options import MAX_DEPTH
+
     if flag not in given:
         return None
     try:
-        return int(given[flag]) - less
+        found = int(given[flag])
     except ValueError:
         raise PlanError(f"{flag} is a number of tokens; found {given[flag]!r}.") from None
+    expect_whole(flag, found, PlanError, least=1 + more, most=MAX_DEPTH + more)
+    return found - more

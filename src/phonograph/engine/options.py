@@ -55,7 +55,7 @@ class EngineOptions:
     """Sequences that run at the same time; default: by the device's memory, 16 on the CPU, 4 emulated."""
     max_tokens: int | None = None
     """Tokens of one step (those of an answer are `SamplingParams.max_tokens`); default: by the device's memory, 512 on
-    the CPU, 64 emulated."""
+    the CPU, 64 emulated. It is raised where all sequences could not decode in one step, drafts included."""
     max_len: int | None = None
     """The longest sequence; default: the model's context, at most 8192."""
     page_size: int = 16
@@ -86,8 +86,8 @@ class EngineOptions:
     speculate_depth: int | None = None
     """Tokens that are drafted for a sequence in each round, at most 15; default: 3."""
     speculate_when: SpeculateWhen | None = None
-    """Whether rounds are launched wherever something is drafted, or only where they pay. Default: where they pay, on a
-    device whose recordings can be timed; always on a CPU."""
+    """Whether rounds are launched wherever something is drafted, or only where they pay. Default: where they pay;
+    always on a CPU, emulated or not."""
     draft: Path | None = None
     """The folder of the EAGLE-3 head, or of the MTP modules; default: the head that comes with the model, if any."""
 

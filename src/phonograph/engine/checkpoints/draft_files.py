@@ -14,6 +14,7 @@ from phonograph.engine.checkpoints.safetensors import INDEX, SINGLE, weight_file
 from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.decoder import Decoder
+from phonograph.engine.models.features import NotComputedError
 from phonograph.engine.ops.kernels import Norm
 from phonograph.engine.ops.matrix import Matrix
 from phonograph.errors import CheckpointError
@@ -21,6 +22,17 @@ from phonograph.errors import CheckpointError
 FLOATS = ("F16", "BF16", "F32")
 INTEGERS = ("I32", "I64")
 Shape = tuple[int, ...]
+
+
+def layer_config(fields: Fields, architecture: str, what: str, also_read: Collection[str]) -> ModelConfig:
+    """The configuration of a drafter's layers, which are of our own, always."""
+    try:
+        return ModelConfig.from_hf(fields, architecture, also_read=also_read)
+    except NotComputedError as error:
+        raise CheckpointError(
+            f"reading {fields.source}: {error.problem} in the layers of {what}. Give --draft another, or use "
+            "--speculate ngram."
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from phonograph.engine.checkpoints.draft_files import DraftFiles, DraftTensors, Shape
+from phonograph.engine.checkpoints.draft_files import DraftFiles, DraftTensors, Shape, layer_config
 from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.models.decoder import Decoder, LayerWeights
@@ -143,7 +143,7 @@ def _config(fields: Fields, target: ModelConfig) -> DraftConfig:
             f"reading {fields.source}: the architecture is {architecture or 'not named'}; a draft head is a "
             f"{_ARCHITECTURES[0]}. Give --draft a head that was trained for EAGLE-3."
         )
-    layer = ModelConfig.from_hf(fields, "LlamaForCausalLM", also_read=_ALSO_READ)
+    layer = layer_config(fields, "LlamaForCausalLM", "a draft head", _ALSO_READ)
     own, number = fields.section("eagle_config"), target.num_layers
     # Where nothing is said, the layers that EAGLE-3 heads are trained with: early, in the middle and late.
     taps = own.integers("eagle_aux_hidden_state_layer_ids") or (1, number // 2 - 1, number - 4)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from phonograph.engine.checkpoints.draft_files import DraftFiles, DraftTensors, Shape
+from phonograph.engine.checkpoints.draft_files import DraftFiles, DraftTensors, Shape, layer_config
 from phonograph.engine.checkpoints.draft_head import layer_of, layer_shapes
 from phonograph.engine.json_fields import Fields
 from phonograph.engine.models.config import ModelConfig
@@ -110,7 +110,7 @@ def _config(fields: Fields) -> ModelConfig:
             f"reading {fields.source}: it has no {_NUMBER}. Give --draft a folder with MTP modules, or use --speculate "
             "eagle for an EAGLE-3 head."
         )
-    return ModelConfig.from_hf(fields, architecture, also_read=(_NUMBER,))
+    return layer_config(fields, architecture, "MTP modules", (_NUMBER,))
 
 
 def _shapes(files: DraftFiles, config: ModelConfig, modules: list[str]) -> dict[str, Shape]:

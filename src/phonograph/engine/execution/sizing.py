@@ -128,13 +128,14 @@ def with_pages(limits: Limits, num_pages: int) -> Limits:
     """The limits over a KV cache of so many pages: no sequence can be longer than what it holds."""
     limits = replace(limits, num_pages=num_pages)
     max_len = max(2, min(limits.max_len, limits.capacity))
-    if max_len < limits.max_len:
+    is_cut_off = max_len < limits.max_len
+    if is_cut_off:
         log.warning(
             "the context is %s tokens, not %s: all that the KV cache holds. Give it more memory, or raise cache_tokens",
             f"{max_len:,}",
             f"{limits.max_len:,}",
         )
-    return replace(limits, max_len=max_len)
+    return replace(limits, max_len=max_len, is_cut_off=limits.is_cut_off or is_cut_off)
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,8 @@ class RoundKernels(Protocol):
         before it, and the first pick that is none stays too; at most one more than the row's depth, none at or past
         its limit: `bounds`, which are tables with an entry for every row. Rows of which none stays, and the null row,
         are left as they were. A problem in place of a token is noted as token 0. Where there is a table `drafts` ([all
-        rows, tokens_per_row - 1]), places for which it has nothing, a number below 0, are told apart by `NO_DRAFT`.
+        rows, tokens_per_row - 1]), places for which it has nothing, a number below 0, hold no draft, whatever token was
+        computed there: none is accepted, and `NO_DRAFT` tells them apart.
         By row, as for `write_next_token`, `length` is the table that the queries' positions are in.
         """
         ...

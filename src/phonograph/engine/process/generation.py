@@ -50,6 +50,7 @@ class _Choice:
     num_tokens: int = 0
     cached: int = 0
     drafts: tuple[int, int] = (0, 0)
+    """As in `TokenUsage`."""
     last: float = 0.0
     """When its latest tokens came."""
     finish: FinishReason | None = None
@@ -204,7 +205,8 @@ class Generation:
         text, widths, hit = choice.reader.take(output.tokens, is_last=output.finish is not None)
         count = len(widths)
         choice.num_tokens += count
-        choice.cached, choice.drafts = output.cached, output.drafts
+        drafts = _up_to_stop(choice.drafts, output.drafts, count) if hit else output.drafts
+        choice.cached, choice.drafts = output.cached, drafts
         finish = FinishReason.STOP if hit else output.finish
         if output.prompt_logprobs:
             self._put_scores(choice, output.prompt_logprobs)
@@ -263,3 +265,10 @@ class Generation:
         self._left -= 1
         seconds = (time.monotonic() if now is None else now) - choice.request.arrival
         self._observer.finished(finish, len(choice.request.prompt), choice.num_tokens, choice.cached, seconds)
+
+
+def _up_to_stop(before: tuple[int, int], after: tuple[int, int], count: int) -> tuple[int, int]:
+    """Drafts of an output that a stop string ends after so many tokens of its last round: as at a stop token, those in
+    the last token's place and after it are neither accepted nor rejected."""
+    room = max(0, count - 1)
+    return before[0] + min(after[0] - before[0], room), before[1] + min(after[1] - before[1], room)

@@ -40,6 +40,8 @@ class Limits:
     scored_places: int = 64
     """Tokens of prompts that a step can score, however many sequences sample in it; where fewer do, their places are
     used too. Each is a row of every mixed step's last norm, used or not."""
+    is_cut_off: bool = False
+    """Whether `max_len` is less than was asked for, since the KV cache holds no more."""
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -69,8 +71,12 @@ class Limits:
             return "the prompt is empty, but there must be a token to start from. Send at least one."
         most = self.longest_prompt(max_outputs)
         if num_prompt > most:
-            room = f"a context of {self.max_len} has room for {most}{' and an output' if max_outputs else ''}"
-            return f"the prompt has {num_prompt} tokens; {room}. Shorten the prompt, or raise max_len."
+            context, longer = f"a context of {self.max_len}", "raise max_len"
+            if self.is_cut_off:
+                context = f"{context}, all that the KV cache holds,"
+                longer = "raise cache_tokens, or give the KV cache more memory"
+            room = f"{context} has room for {most}{' and an output' if max_outputs else ''}"
+            return f"the prompt has {num_prompt} tokens; {room}. Shorten the prompt, or {longer}."
         if num_prompt > self.capacity:
             room = f"all {self.num_pages - 1} pages of the KV cache hold {self.capacity}"
             return f"the prompt has {num_prompt} tokens; {room}. Shorten the prompt, or give the KV cache more pages."
@@ -122,7 +128,7 @@ def fewest_of(tokens_per_row: int) -> int:
 
 
 _LEAST = {
-    **{field.name: 1 for field in fields(Limits) if field.name not in ("chunk", "eos_ids")},
+    **{field.name: 1 for field in fields(Limits) if field.name not in ("chunk", "eos_ids", "is_cut_off")},
     "max_len": 2,
     "num_pages": 2,
     "reserve_tokens": 0,

@@ -72,15 +72,13 @@ class SpeculationTally:
         self._steps[kind] += 1
         # What was sampled of a step comes in the order of its decodes, then of its prompts.
         drafted = repeat(self._depth) if sampled.drafted is None else sampled.drafted
-        brought = repeat(1) if sampled.counts is None else sampled.counts
-        rows = dict(zip(step.decodes, zip(drafted, brought, strict=False), strict=False))
+        rows = dict(zip(step.decodes, drafted, strict=False))
         for update in updates:
             if update[1] and update[0] in rows:
-                self._note(update, *rows[update[0]], places=step.tokens_per_row - 1)
+                self._note(update, rows[update[0]], places=step.tokens_per_row - 1)
 
-    def _note(self, update: Update, said: int, brought: int, places: int) -> None:
-        """`said` places had a draft, of which a round of so many verifies some, and a plain step none; the device took
-        `brought` tokens, past a stop token too."""
+    def _note(self, update: Update, said: int, places: int) -> None:
+        """`said` places had a draft, of which a round of so many verifies some, and a plain step none."""
         sequence, tokens, _ = update
         depth = sequence.draft_depth(self._depth)
         verified = min(depth, said, places)
@@ -90,7 +88,7 @@ class SpeculationTally:
             return
         accepted = len(tokens) - 1
         is_near_its_end = update[2] is not None or sequence.max_outputs - len(sequence.outputs) <= verified
-        drafted = min(verified, acceptable(update, brought)) if is_near_its_end else verified
+        drafted = min(verified, acceptable(update)) if is_near_its_end else verified
         self._rounds[drafted, accepted] += 1
         sequence.num_drafted += drafted
         sequence.num_accepted += accepted
@@ -109,14 +107,14 @@ class SpeculationTally:
         )
 
 
-def acceptable(update: Update, brought: int) -> int:
+def acceptable(update: Update) -> int:
     """How many drafts of a round could have been accepted: those before the last token that its sequence may have.
 
     An accepted draft is followed by another token: the next draft, or what the target picks instead. So a draft of the
-    last token, by `max_tokens` or the end of the context, is never accepted: the target's own is that token. The same
-    holds after a stop token; the draft in its place was wrong where the device took nothing after it.
+    last token, by `max_tokens`, the end of the context or a stop token, is never accepted, nor rejected: the target's
+    own is that token.
     """
     sequence, tokens, finish = update
     count = len(tokens)
     room = sequence.max_outputs - (len(sequence.outputs) - count) - 1
-    return room if finish is not FinishReason.STOP else min(room, count - (brought > count))
+    return room if finish is not FinishReason.STOP else min(room, count - 1)

@@ -62,7 +62,10 @@ class RandomHfCheckpoint(RandomCheckpoint):
     def model(self, parts: ModelParts, dtype: torch.dtype, device: torch.device, progress: Progress = silent) -> Model:
         self.check(parts.max_len)
         routing = routing_of(self.outline, dtype, device)
-        whole = made(self.hf_config, dtype, device, routing)
+        # Of this seed, whatever was drawn before; draws that come later are as if there had been none.
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            torch.manual_seed(self.seed)
+            whole = made(self.hf_config, dtype, device, routing)
         self._fill(whole, device)
         progress("loading weights", 1, 1)
         with quiet():

@@ -21,6 +21,7 @@ Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": limits.STOPS.m
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ContentTokens = Literal["text", "special"]
 Verbosity = Literal["low", "medium", "high"]
+Drafts = bool | Annotated[int, Meta(ge=0, le=MAX_DRAFTS)]
 BadWord = Annotated[str, Meta(min_length=1, extra_json_schema={"maxLength": limits.BAD_WORD_CHARS.most})]
 _MAX_ALLOWED = {"maxItems": limits.ALLOWED_TOKENS.most}
 WHOLE = {"maximum": 2**63 - 1}
@@ -162,7 +163,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as BOS. Default: true; false for a chat, whose template adds them.
     Not in OpenAI's API."""
-    speculate: bool | Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] | None = None
+    speculate: Drafts | None = None
     """Whether to draft tokens for it, or how many per round; the output does not depend on it. Not in OpenAI's API."""
 
     response_format: Annotated[dict[str, Any], Meta(extra_json_schema=message_schemas.RESPONSE_FORMAT)] | None = None

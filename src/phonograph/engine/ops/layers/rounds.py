@@ -79,7 +79,10 @@ class ReferenceRounds:
         rows, starts = (part.view(-1, width)[:, 0].contiguous() for part in (queries.rows, queries.token_positions))
         real, right = rows > 0, torch.ones_like(rows)
         if width > 1:
-            right = right + (picked[:, :-1] == tokens.view(-1, width)[:, 1:]).long().cumprod(1).sum(1)
+            is_right = picked[:, :-1] == tokens.view(-1, width)[:, 1:]
+            # Where nothing was drafted a token is computed all the same, and being what was picked is no merit of it.
+            is_right = is_right if drafts is None else is_right & (drafts[rows] >= 0)
+            right = right + is_right.long().cumprod(1).sum(1)
         most = torch.minimum(depth[rows] + 1, limit[rows] - starts)
         counts = torch.minimum(right, most).clamp_min(0) * real
         said = picked.clamp_min(0)

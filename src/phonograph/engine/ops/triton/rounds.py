@@ -152,6 +152,10 @@ def _accept(
     picked = tl.load(picked_ptr + at, mask=inside, other=0)
     has_draft = inside & (place < width - 1)
     drafted = tl.load(tokens_ptr + at + 1, mask=has_draft, other=0)
+    line = drafts_ptr + row[:, None].to(tl.int64) * drafts_row
+    if has_drafts:
+        # Where nothing was drafted a token is computed all the same, and being what was picked is no merit of it.
+        has_draft = has_draft & (tl.load(line + place, mask=has_draft & real[:, None], other=0) >= 0)
     # The first place after which a draft is not what was picked; after the last there is none.
     right = tl.min(tl.where(has_draft & (picked == drafted), columns, place), 1) + 1
     depth, limit = tl.load(depth_ptr + row, mask=real, other=0), tl.load(limit_ptr + row, mask=real, other=0)
@@ -167,7 +171,7 @@ def _accept(
     rest = tl.full((block, columns), none, picked_ptr.dtype.element_ty)
     if has_drafts:
         told = inside & (place > 0) & real[:, None]
-        kept = tl.load(drafts_ptr + row[:, None].to(tl.int64) * drafts_row + place - 1, mask=told, other=0)
+        kept = tl.load(line + place - 1, mask=told, other=0)
         rest = tl.where(kept < 0, no_draft, rest)
     tl.store(block_ptr + at, tl.where(place < count[:, None], picked, rest), mask=inside)
     tl.store(said_ptr + at, said, mask=inside)

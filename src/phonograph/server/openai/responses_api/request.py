@@ -14,6 +14,7 @@ from phonograph.server.openai.requests import (
     FLOAT32,
     WHOLE,
     ContentTokens,
+    Drafts,
     Effort,
     Penalty,
     Probability,
@@ -110,3 +111,4 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     stop: Annotated[str, Meta(extra_json_schema={"maxLength": limits.STOP_CHARS.most})] | Stops | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     content_special_tokens: ContentTokens | None = None
+    speculate: Drafts | None = None

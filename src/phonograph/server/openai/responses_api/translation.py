@@ -32,7 +32,7 @@ _WORDS = (
 ALIKE = (
     *("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "stop", "chat_template_kwargs", "content_special_tokens", "parallel_tool_calls"),
-    *("metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("speculate", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
 )
 """Fields that mean the same in both."""
 
