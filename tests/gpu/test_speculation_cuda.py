@@ -87,7 +87,33 @@ def test_a_step_with_prompts_drafts_in_one_launch(tmp_path: Path) -> None:
     expect_drafts_in_one_launch(engine())
     write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
     for speculate in ("eagle", "ngram+eagle"):
-        expect_drafts_in_one_launch(engine(speculate=speculate, draft=tmp_path, speculate_when="pays"))
+        expect_drafts_in_one_launch(engine(speculate=speculate, draft=tmp_path))
+
+
+def test_a_plain_step_with_prompts_leaves_states_and_drafts_nothing(tmp_path: Path) -> None:
+    write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
+    llm = engine(speculate="eagle", draft=tmp_path, speculate_when="pays")
+    llm.core.scheduler.width = PlainSteps()
+    core, runners = llm.core, llm.executor.runners
+    for number, prompt in enumerate(PROMPTS * 4):
+        core.add(Request(f"{number}", prompt, replace(GREEDY, max_tokens=20)))
+        core.step()
+        core.step()
+    while not core.is_idle:
+        core.step()
+    assert all(one.stats.eager.total() == 0 for one in runners.values())
+    assert runners[PREFILL.name].stats.replays.total() > 4
+    assert runners[DRAFT.name].stats.replays.total() == 0
+
+
+class PlainSteps:
+    """The protocol `StepWidth`: no rounds."""
+
+    def of(self, decodes: Any) -> int:
+        return 1
+
+    def took(self, step: Any, updates: Any) -> None:
+        """Whatever it was."""
 
 
 def test_the_recordings_are_right_narrow_rounds_included() -> None:

@@ -1,4 +1,4 @@
-"""When torch.compile is at work: what to do as a compilation begins on this thread, and as it ends."""
+"""Compilations by torch.compile: what to do as one begins on this thread, and as it ends."""
 
 from __future__ import annotations
 

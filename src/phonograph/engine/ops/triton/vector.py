@@ -197,7 +197,7 @@ def _vectors(
             delta = tl.load(delta_ptr + token * delta_stride + column, mask=mask, other=0.0)
             x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
             tl.store(sum_ptr + token * sum_stride + column, x, mask=column < tl.where(program == 0, count, 0))
-        found = found + (x,)  # noqa: RUF005 - Triton takes no star
+        found = found + (x,)  # type: ignore[assignment]  # noqa: RUF005 - Triton takes no star
     return found
 
 
@@ -226,9 +226,9 @@ def _multiplied(
     totals, up_totals = (), ()
     for place in tl.static_range(count):
         x = vectors[first_token + place].to(tl.float32) * norm
-        totals = totals + (weight.to(tl.float32) * x,)  # noqa: RUF005 - Triton takes no star
+        totals = totals + (weight.to(tl.float32) * x,)  # type: ignore[assignment]  # noqa: RUF005 - Triton takes no star
         if gated:
-            up_totals = up_totals + (up.to(tl.float32) * x,)  # noqa: RUF005
+            up_totals = up_totals + (up.to(tl.float32) * x,)  # type: ignore[assignment]  # noqa: RUF005
     totals = _sums(totals, count)
     up_totals = _sums(up_totals, count) if gated else totals
     for place in tl.static_range(count):
@@ -245,14 +245,14 @@ def _scales(vectors, eps, width: tl.constexpr, tokens: tl.constexpr, count: tl.c
         squares = ()
         for place in tl.static_range(count):
             kept = vectors[group * count + place].to(tl.float32)
-            squares = squares + (kept * kept,)  # noqa: RUF005
+            squares = squares + (kept * kept,)  # type: ignore[assignment]  # noqa: RUF005
         if has_norm:
             squares = _sums(squares, count)
         for place in tl.static_range(count):
             scale = 1.0
             if has_norm:
                 scale = tl.rsqrt(squares[place] / width + eps)
-            scales = scales + (scale,)  # noqa: RUF005
+            scales = scales + (scale,)  # type: ignore[assignment]  # noqa: RUF005
     return scales
 
 
