@@ -14,10 +14,11 @@ from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import ScheduledStep, Update
 from phonograph.engine.requests.step_costs import StepCosts
 
-_STAKE = 5.5
-"""The time, in plain steps, that probes may have lost at once should all drafts be wrong: together with the share
-below, 1.3 percent of any 512 steps; what plain steps leave for the drafter may take the rest of two. The first
-sequences lose it, or whoever is there when probes begin."""
+_STAKE, _LEAST_STAKE, _STAKE_BY_DOUBLING = 5.5, 2.5, 0.75
+"""The time, in plain steps, that probes of one row may have lost at once should all drafts be wrong; that of sixteen
+rows or more, of which a round tells as much as many of one row; and how much less it is for twice the rows. Together
+with the share below, 1.3 to 0.7 percent of any 512 steps; what plain steps leave for the drafter may take the rest of
+two. The first sequences lose it, or whoever is there when probes begin."""
 _PROBE_SHARE = 0.002
 """Of the time of other steps, what further probes may lose."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 4
@@ -30,6 +31,11 @@ _REMEMBERED = 3
 """Rounds that all before a probe count for."""
 _MARGIN = 1.02
 """Another width must promise this much more before steps change to it, so that noise does not switch."""
+
+
+def stake_of(num_rows: int) -> float:
+    """The time, in plain steps, that probes of so many rows may have lost."""
+    return max(_LEAST_STAKE, _STAKE - _STAKE_BY_DOUBLING * (num_rows.bit_length() - 1))
 
 
 Brought = tuple[int, bool]
@@ -139,7 +145,7 @@ class WherePaid:
         if width > 1 and decodes:
             ratios = {one: self._costs.ratio(len(decodes), one) for one in (*self._costs.widths, 1)}
             width = self._width = self._best(ratios)
-            if self._probes(ratios, self._costs.to_catch_up(len(decodes))):
+            if self._probes(ratios, self._costs.to_catch_up(len(decodes)), stake_of(len(decodes))):
                 width = self._probe
         elif decodes:
             self._rounds_left = 0  # what is left of a probe would begin with old drafts
@@ -155,12 +161,12 @@ class WherePaid:
         best = max(ratios, key=rate)
         return best if rate(best) > rate(self._width) * _MARGIN else self._width
 
-    def _probes(self, ratios: dict[int, float], catching_up: float) -> bool:
+    def _probes(self, ratios: dict[int, float], catching_up: float, stake: float) -> bool:
         """Whether a step looks what a wider round brings by now; it is paid for then."""
         own = ratios[self._width]
-        self._credit = min(_STAKE, self._credit + _PROBE_SHARE * own)
+        self._credit = min(stake, self._credit + _PROBE_SHARE * own)
         if not self._rounds_left:
-            self._begin_probe(ratios, own, catching_up)
+            self._begin_probe(ratios, own, catching_up, stake)
         if not self._rounds_left or self._probe <= self._width:
             self._rounds_left = 0
             return False
@@ -168,16 +174,16 @@ class WherePaid:
         self._credit -= max(0.0, ratios[self._probe] - own)
         return True
 
-    def _begin_probe(self, ratios: dict[int, float], own: float, catching_up: float) -> None:
+    def _begin_probe(self, ratios: dict[int, float], own: float, catching_up: float, stake: float) -> None:
         """By the widest round that can pay at all and that is not too dear, once there is the credit for it."""
         for width in self._costs.widths:
             each = max(1e-6, ratios[width] - own)
             # After plain steps the drafter catches up first; after a narrower round, one more has old drafts to verify.
             is_narrower = 1 < self._last < width
             first = catching_up if self._last == 1 else each if is_narrower else 0.0
-            fewest = _FEWEST_ROUNDS if first + _FEWEST_ROUNDS * each <= _STAKE else 1
+            fewest = _FEWEST_ROUNDS if first + _FEWEST_ROUNDS * each <= stake else 1
             price = first + fewest * each
-            if width > self._width and ratios[width] < width and price <= _STAKE:
+            if width > self._width and ratios[width] < width and price <= stake:
                 if price <= self._credit:
                     self._acceptance.forget()
                     rounds = min(_MOST_ROUNDS, max(fewest, int((self._credit - first) / each)))
