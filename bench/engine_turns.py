@@ -11,6 +11,8 @@ from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM
 
 Figures = dict[str, Any]
+_TOLD = 600
+"""Letters of what was found on one engine."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Turns:
             except Exception as error:  # so are the other parts
                 self._failed(name, error)
                 continue
-            print(f"  {name}: {time.perf_counter() - begun:.1f} s", flush=True)
+            # A run that is ended before a part is done leaves here what it found.
+            print(f"  {name}: {time.perf_counter() - begun:.1f} s: {str(found)[:_TOLD]}", flush=True)
             self._go_on(name, found)
 
     def _next(self, engine: Engine) -> str | None:

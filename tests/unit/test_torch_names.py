@@ -184,20 +184,27 @@ def test_torch_seeds_one_generator() -> None:
 
 
 def test_compilations_are_told() -> None:
-    """Of `callback_handler`: called when a compilation begins."""
-    handler, told = importlib.import_module("torch._dynamo").callback_handler, []
+    """Of `callback_handler`: called when a compilation begins, and when it ends."""
+    handler, told = importlib.import_module("torch._dynamo").callback_handler, list[str]()
 
-    def note(args: Any) -> None:
-        told.append(args)
+    def begun(args: Any) -> None:
+        told.append("begun")
 
-    handler.register_start_callback(note)
-    assert note in handler.start_callbacks
+    def ended(args: Any) -> None:
+        told.append("ended")
+
+    handler.register_start_callback(begun)
+    handler.register_end_callback(ended)
+    assert begun in handler.start_callbacks
+    assert ended in handler.end_callbacks
     try:
         torch.compile(lambda x: x * 7, backend="eager")(torch.ones(2))
     finally:
-        handler.remove_start_callback(note)
-    assert told
-    assert note not in handler.start_callbacks
+        handler.remove_start_callback(begun)
+        handler.remove_end_callback(ended)
+    assert told == ["begun", "ended"]
+    assert begun not in handler.start_callbacks
+    assert ended not in handler.end_callbacks
 
 
 def test_modes_of_torch_are_asked(place: str) -> None:
