@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from phonograph import CheckpointError
+from phonograph.cli import explain
 from phonograph.cli.flags import add_engine_flags, arguments_from
 from phonograph.cli.main import command_line, main
 from phonograph.engine.checkpoints import default_model, open_checkpoint
@@ -316,6 +317,15 @@ def test_a_reader_that_goes_away_is_no_error(command: list[str], unbuffered: str
         os.close(writer)
         _, said = run.communicate()
     assert (run.returncode, said) == (141, b"")
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(args: object) -> int:
+        raise BrokenPipeError("a process that died")
+
+    monkeypatch.setattr(explain, "run", broken)
+    with pytest.raises(BrokenPipeError, match="a process that died"):
+        main(["explain", "--shape", "tiny", "--device", "cpu"])
 
 
 def test_explain_says_where_steps_are_larger_than_asked_for(capsys: Capture) -> None:

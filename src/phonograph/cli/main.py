@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from phonograph import __version__, interrupts
 from phonograph.cli import bench, chat, doctor, explain, generate, run_batch, serve, verify
@@ -35,9 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
+        if not _lost_its_reader(sys.stdout):
+            raise
         # Whoever read the output has seen enough. Python would try to write what is left once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NO_READER
+
+
+def _lost_its_reader(stream: TextIO) -> bool:
+    """Whether it is a pipe that nobody reads: else it was another one that broke."""
+    try:
+        watched = select.poll()
+        watched.register(stream, 0)  # what is wrong with it is told unasked
+        return any(found & (select.POLLERR | select.POLLHUP) for _, found in watched.poll(0))
+    except (OSError, ValueError):
+        return False
 
 
 def _run(argv: Sequence[str] | None) -> int:

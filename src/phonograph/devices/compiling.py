@@ -1,4 +1,4 @@
-"""Compilations by torch.compile: what to do as one begins on this thread, and as it ends."""
+"""Compilations by torch.compile: what to do as one begins, and as it ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 
 @contextmanager
-def around_compilations(begun: Callable[[], None], ended: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Inside, and on this thread, these are called; not for compilations within another one."""
+def around_compilations(
+    begun: Callable[[], None], ended: Callable[[], None] = lambda: None, *, anywhere: bool = False
+) -> Iterator[None]:
+    """Inside, and on this thread or anywhere, these are called; not for compilations within or beside another one."""
     # Where nobody has imported the compiler, nothing is compiled.
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
@@ -20,11 +22,11 @@ def around_compilations(begun: Callable[[], None], ended: Callable[[], None] = l
     thread, handler = threading.get_ident(), dynamo.callback_handler
 
     def at_start(_: Any) -> None:
-        if threading.get_ident() == thread:
+        if anywhere or threading.get_ident() == thread:
             begun()
 
     def at_end(_: Any) -> None:
-        if threading.get_ident() == thread:
+        if anywhere or threading.get_ident() == thread:
             ended()
 
     handler.register_start_callback(at_start)

@@ -271,7 +271,8 @@ def _waits_refused() -> Iterator[None]:
 
     refuse()
     try:
-        with around_compilations(lambda: torch.cuda.set_sync_debug_mode(before), refuse):
+        # The mode is the process's, and so is torch's count of compilations: the last to end may be another thread's.
+        with around_compilations(lambda: torch.cuda.set_sync_debug_mode(before), refuse, anywhere=True):
             yield
     finally:
         torch.cuda.set_sync_debug_mode(before)

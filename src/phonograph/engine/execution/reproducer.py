@@ -161,7 +161,8 @@ class Reproducer:
                 raise VerifyError(f"{self.source}: it has a column {name!r}, and this engine has none. {_LIMITS}.")
             if (found := _kind(values[:1])) != (expected := _kind(tables[name][:1])):
                 raise VerifyError(f"{self.source}: a row of {name} is {found}, here {expected}. {_LIMITS}.")
-        self._check_values("length", content["columns"].get("length"), (0, tables.pages.shape[1] * _page_size(engine)))
+        most = tables.sizes.num_positions or tables.pages.shape[1] * _page_size(engine)
+        self._check_values("length", content["columns"].get("length"), (0, most))
 
     def _check_values(self, name: str, values: Any, valid: Any) -> None:
         """Refuse indices outside of the tables."""

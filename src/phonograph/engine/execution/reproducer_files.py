@@ -20,7 +20,7 @@ from phonograph.engine.models.config import ModelConfig
 from phonograph.engine.state.tables import RequestTables
 from phonograph.graphs.trust.shadow import Mismatch
 
-FORMAT = 3
+FORMAT = 4
 """Of the files; one of another number is refused."""
 _MAX_FILES = 8
 _MAX_BYTES = 1 << 30

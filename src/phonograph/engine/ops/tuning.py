@@ -130,6 +130,9 @@ def check(product: Product, choice: Choice) -> None:
     most = {"vector": MOST_VECTORS, "matrix": MOST_TOKENS}.get(choice.kind, product.tokens)
     if not 1 <= product.tokens <= most:
         raise ValueError(f"kernel {choice.kind} for {product.tokens} tokens of {product.op}: it takes 1 to {most}")
+    if choice.kind == "vector" and product.tokens > 1 and choice.block < product.inputs:
+        found = f"a block of {choice.block} columns for {product.inputs}"
+        raise ValueError(f"kernel vector for {product.tokens} tokens of {product.op}: {found}, and it holds whole rows")
 
 
 def by_rule(product: Product, overlap: Overlap = "none") -> Choice:

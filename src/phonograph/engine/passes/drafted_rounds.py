@@ -24,6 +24,7 @@ from phonograph.engine.requests.step import NO_TOKEN
 from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.engine.sampling.penalties import count_tokens
 from phonograph.engine.sampling.sampler import TopLogprobs
+from phonograph.errors import DeclarationError
 from phonograph.graphs.phases.context import Stage, current
 from phonograph.graphs.phases.opaque import opaque
 
@@ -64,6 +65,9 @@ class DraftedRounds:
     def __init__(self, parts: PassParts, drafter: Drafter, unread: UnreadSize | None = None) -> None:
         self._parts = parts
         self._drafter = drafter
+        if unread is not None and unread.places < parts.limits.tokens_per_row:
+            found = f"{unread.places} places for what is unread, and rounds of {parts.limits.tokens_per_row} tokens"
+            raise DeclarationError(f"{found}, which leave a state each. Give it as many places at least.")
         self._unread = None if unread is None else unread.in_tables(parts.tables)
         self._reader = drafter if isinstance(drafter, ReadsTarget) else None
         self.taps: tuple[int, ...] = () if self._reader is None else self._reader.taps

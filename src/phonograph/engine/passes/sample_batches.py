@@ -37,7 +37,7 @@ class Trials:
         fits = limits.max_len >= 2 * limits.page_size >= limits.page_size + limits.tokens_per_row
         self.num_rows = max(0, min(_MAX_ROWS, limits.max_seqs, limits.num_pages - 2)) if fits else 0
         self.width = -(-limits.num_positions // limits.page_size)
-        """Pages that a row of the tables has."""
+        """Pages that a sequence may have."""
 
     @contextmanager
     def running(self, batch: Any) -> Iterator[Mapping[str, torch.Tensor]]:

@@ -164,7 +164,7 @@ class WherePaid:
     def _probes(self, ratios: dict[int, float], catching_up: float, stake: float) -> bool:
         """Whether a step looks what a wider round brings by now; it is paid for then."""
         own = ratios[self._width]
-        self._credit = min(stake, self._credit + _PROBE_SHARE * own)
+        self._credit = min(_STAKE, self._credit + _PROBE_SHARE * own)
         if not self._rounds_left:
             self._begin_probe(ratios, own, catching_up, stake)
         if not self._rounds_left or self._probe <= self._width:
@@ -183,9 +183,10 @@ class WherePaid:
             first = catching_up if self._last == 1 else each if is_narrower else 0.0
             fewest = _FEWEST_ROUNDS if first + _FEWEST_ROUNDS * each <= stake else 1
             price = first + fewest * each
-            if width > self._width and ratios[width] < width and price <= stake:
+            if width > self._width and ratios[width] < width and price <= _STAKE:
                 if price <= self._credit:
                     self._acceptance.forget()
+                    self._credit = min(self._credit, max(stake, price))
                     rounds = min(_MOST_ROUNDS, max(fewest, int((self._credit - first) / each)))
                     self._credit -= catching_up if self._last == 1 else 0.0
                     self._probe, self._rounds_left = width, rounds + is_narrower
