@@ -269,7 +269,7 @@ def test_the_context_ends_where_the_kv_cache_does(caplog: pytest.LogCaptureFixtu
     assert "context: 64 tokens (all that the KV cache holds)" in llm.explain()
     done = llm.generate([[5] * 40], replace(GREEDY, max_tokens=200))[0]
     assert (len(done.tokens), done.finish) == (24, FinishReason.LENGTH)
-    with pytest.raises(RequestError, match="a context of 64 has room for 63"):
+    with pytest.raises(RequestError, match="a context of 64, all that the KV cache holds, has room for 63"):
         llm.generate([[5] * 64])
     assert "context: 96 tokens\n" in make("cpu").explain()
     assert make("cpu", cache_tokens=1, page_size=1).limits.max_len == 2
