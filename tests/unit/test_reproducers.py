@@ -207,7 +207,7 @@ def test_another_models_and_another_versions_are_refused(right: LLM, files: dict
         again(other.executor, files["decode"])
     for number in (0, 1, 2, 4, None):
         path = changed(files["decode"], tmp_path / "other.pt", format=number)
-        with pytest.raises(CheckpointError, match=f"has the format {number}, and this version of phonograph reads 3"):
+        with pytest.raises(CheckpointError, match=f"has the format {number}, and this version of phonograph reads 4"):
             again(right.executor, path)
 
 
