@@ -165,7 +165,7 @@ def test_the_file_is_read_and_compared_before_weights_are_loaded(
         damaged: "its end is missing",
         foreign: "it is not a reproducer",
         empty: "it is empty",
-        older: "it has the format 2, and this version of phonograph reads 3",
+        older: "it has the format 2, and this version of phonograph reads 4",
     }.items():
         assert main(["verify", *FLAGS, "--replay", str(path)]) == 2
         shown = capsys.readouterr()
