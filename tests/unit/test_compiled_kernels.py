@@ -119,6 +119,10 @@ def test_what_is_left_and_taken_compiles(*, by_row: bool) -> None:
     compiled("ops.triton.rounds", "_left", fixed, types, warps=2)
 
 
+def test_what_resumes_overlap_compiles() -> None:
+    assert compiled("ops.triton.dependent_launch", "_nothing", {"overlap": 2}, "*fp32", warps=1)["cubin"] > 500
+
+
 def test_picking_compiles() -> None:
     floats = ("temperature_ptr", "top_p_ptr", "min_p_ptr", "tops_ptr", "masses_ptr")
     types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(("seeds_ptr", "out_ptr"), "*i64")

@@ -282,3 +282,34 @@ def test_decodes_may_run_in_the_pass_of_mixed_steps() -> None:
     right = [llm.generate([prompt], _GREEDY)[0].tokens for prompt in _PROMPTS]
     found = outputs(llm.executor, llm.limits, _PROMPTS, passes=StepPasses(decodes=PREFILL.name))
     assert [(one.outputs, one.error) for one in found] == [(tokens, "") for tokens in right]
+
+
+@pytest.mark.parametrize("speculate", ["off", "ngram"])
+def test_overlap_is_resumed_before_replays_that_follow_other_launches(
+    monkeypatch: pytest.MonkeyPatch, speculate: Any
+) -> None:
+    llm = LLM(
+        RandomCheckpoint(SHAPES["tiny"]),
+        device="emulated",
+        options=EngineOptions(max_seqs=2, max_len=256, page_size=8, dtype=torch.float32, speculate=speculate),
+    )
+    executor, told = llm.executor, list[str]()
+    monkeypatch.setattr(type(llm.kernels), "resume_overlap", lambda self: told.append("resumed"))
+    launch = executor.launch
+
+    def launched(step: Step) -> Any:
+        told.append("updated" if step.updates is not None and not step.prefills else "")
+        before, found = len(told), launch(step)
+        told.append("mixed" if step.prefills else "replayed")
+        assert step.prefills == () or len(told) == before + 1  # nothing is resumed for what is not one replay
+        return found
+
+    monkeypatch.setattr(executor, "launch", launched)
+    llm.generate([_PROMPTS[0], _PROMPTS[2]], replace(_GREEDY, max_tokens=150))
+    steps = [one for one in told if one]
+    places = [place for place, one in enumerate(steps) if one == "resumed"]
+    assert {"mixed", "updated"} == {steps[place - 1] for place in places}
+    # Before each replay after a mixed step or an update of the tables, and before no other.
+    for place, one in enumerate(steps):
+        if one == "replayed":
+            assert (steps[place - 1] == "resumed") == (steps[place - 1] != "replayed")

@@ -200,8 +200,12 @@ def test_what_was_measured_in_bfloat16_holds_for_float16() -> None:
     assert Tuning({bfloat16: choice, own: Choice("library_lt")}).choose(own).kind == "library_lt"
 
 
-def test_kernels_that_nothing_was_measured_for_overlap_where_the_device_can() -> None:
-    for tokens in (1, 4):
-        product = Product("linear", tokens, 5120, 25_600)
-        assert Tuning({}).choose(product).overlap == "none"
-        assert Tuning({}).choose(product, overlap="early").overlap != "none"
+def test_vector_kernels_that_nothing_was_measured_for_overlap_where_the_device_can() -> None:
+    product = Product("linear", 1, 5120, 25_600)
+    assert Tuning({}).choose(product).overlap == "none"
+    assert Tuning({}).choose(product, overlap="early").overlap != "none"
+
+
+def test_norms_next_to_a_librarys_kernels_do_not_overlap() -> None:
+    product = Product("norm_linear", 64, 5120, 25_600)
+    assert Tuning({}).choose(product, overlap="early") == Choice("library")

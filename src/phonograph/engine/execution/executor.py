@@ -117,6 +117,8 @@ class Executor:
             self._readback = Readback(device, most, depth, limits.num_places, pooled)
         self.timing = StepTiming(device, depth, self.passes)
         self._order = StepOrder()
+        self._is_interrupted = False
+        """Whether a step with launches outside of its recordings came last."""
         self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config, model.weights)
         if shadow is not None:
             expect_exact(self.runners)
@@ -210,10 +212,18 @@ class Executor:
         begun = timed.begin()
         if step.updates is not None:
             self.tables.apply(step.updates)
+        self._resume(step)
         runner = self.runners[step.pass_name]
         picked = self._run(runner, step)
         path = "replay" if isinstance(runner.last, Replay) else "eager"
         return Launched(step, timed, path, begun, self._readback.start(picked))
+
+    def _resume(self, step: Step) -> None:
+        """Before a step that is one replay, where other launches came since the last: its own, or a mixed step's."""
+        is_replay = self.passes[step.pass_name].picks_in_recording
+        if is_replay and (self._is_interrupted or step.updates is not None):
+            self.model.kernels.resume_overlap()
+        self._is_interrupted = not is_replay
 
     @torch.inference_mode()
     def put_back(self, undone: Undone) -> None:

@@ -91,6 +91,9 @@ class _Watched:
     def takes(self, op: Op, num_tokens: int, matrix: Matrix) -> bool:
         return True  # what the others decline is watched too
 
+    def resume_overlap(self) -> None:
+        self.inner.resume_overlap()
+
     def embed_tokens(
         self,
         embedding: torch.Tensor,

@@ -340,3 +340,8 @@ class Kernels(Protocol):
         new, or `out`, contiguous, where that is given.
         """
         ...
+
+    def resume_overlap(self) -> None:
+        """Called before a replay where ordinary launches came since the last one: on some devices these end a state in
+        which recorded launches follow each other more closely. It computes nothing."""
+        ...

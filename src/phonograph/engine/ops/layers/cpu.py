@@ -59,6 +59,9 @@ class CpuKernels:
         """Packed ones, as long as that is faster than torch's product."""
         return num_tokens <= MOST_TOKENS and isinstance(matrix.prepared, PackedMatrix)
 
+    def resume_overlap(self) -> None:
+        _REFERENCE.resume_overlap()
+
     @property
     def notes(self) -> tuple[str, ...]:
         parts = [f"{count} in {bits} bits" for bits, count in sorted(self._num_packed.items())]

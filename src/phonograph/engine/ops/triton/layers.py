@@ -13,6 +13,7 @@ from phonograph.engine.ops.matrix import Matrix
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.ops.row_norm import RowNorm
 from phonograph.engine.ops.triton import norm_rows, rotate, rotate_halves, rows, steps
+from phonograph.engine.ops.triton.dependent_launch import resume
 from phonograph.engine.ops.triton.products import Products
 from phonograph.engine.ops.triton.rounds import TritonRounds
 from phonograph.engine.ops.tuning import Choice, Overlap, Product, Tuning
@@ -28,7 +29,7 @@ class TritonKernels:
     def __init__(self, device: torch.device, tuning: Tuning, *, overlap: Overlap = "none") -> None:
         self.tuning = tuning
         self._overlap = overlap
-        self._products = Products(device)
+        self._products, self._anything = Products(device), torch.empty(1, device=device)
         self.rounds = TritonRounds(overlap)
         self._chosen: dict[tuple[Op, int, torch.Size, torch.dtype], Choice] = {}
 
@@ -42,6 +43,9 @@ class TritonKernels:
     def takes(self, op: Op, num_tokens: int, matrix: Matrix) -> bool:
         """Plain ones; with a bias there is no kernel that gates."""
         return matrix.is_plain and (op != "norm_gated" or matrix.bias is None)
+
+    def resume_overlap(self) -> None:
+        resume(self._anything, self._overlap)
 
     def embed_tokens(
         self,
