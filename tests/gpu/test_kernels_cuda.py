@@ -140,6 +140,22 @@ def test_overlapping_kernels_in_a_graph_compute_what_plain_ones_do(num_tokens: i
         assert torch.equal(out, wanted), "the order of the sums is the same, so the bits are"
 
 
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_what_resumes_overlap_runs_between_replays_and_changes_nothing(overlap: Overlap) -> None:
+    from phonograph.engine.ops.triton.layers import TritonKernels
+
+    kernels, x = TritonKernels(torch.device("cuda"), Tuning({}), overlap=overlap), random(16, 576)
+    norm, graph = Norm(random(576), 1e-6), torch.cuda.CUDAGraph()
+    wanted, _ = kernels.add_norm(x, None, norm)
+    with torch.cuda.graph(graph):
+        found, _ = kernels.add_norm(x, None, norm)
+    for _ in range(3):
+        found.zero_()
+        kernels.resume_overlap()
+        graph.replay()
+        assert torch.equal(found, wanted)
+
+
 def test_a_split_product_is_the_same_every_time() -> None:
     from phonograph.engine.ops.triton.products import Products
 

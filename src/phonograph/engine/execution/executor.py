@@ -40,12 +40,9 @@ from phonograph.graphs.recording.capture_report import CaptureReport
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.running.runner_options import RunnerOptions, buckets_for, options_of
 from phonograph.graphs.trust.coverage import Coverage, coverage
-from phonograph.sizes import ceil_div, round_up
+from phonograph.sizes import ceil_div
 
 log = logging.getLogger("phonograph")
-
-_ALIGNED = 16
-"""Kernels are compiled for strides that are multiples of it, and apart from these, slower, for all others."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ class Executor:
         check_declared(sampler)
         self.cache, beside = self._new_caches(passes)
         max_pages = ceil_div(limits.num_positions, limits.page_size)
-        sizes = TableSizes(limits.max_seqs, self.vocab, round_up(max_pages, _ALIGNED), limits.num_positions)
+        sizes = TableSizes(limits.max_seqs, self.vocab, max_pages, limits.num_positions)
         own = [*model.columns, *(column for one in passes for column in one.columns())]
         self.tables = RequestTables(device, (*PLACE, *sampler.columns, *PENALTIES, *MASKS, *TOKEN_MASKS, *own), sizes)
         by_row = {column.name: self.tables[column.name] for column in model.columns}
