@@ -264,7 +264,7 @@ def origin(model: Path, unpacked: Path, text: Path) -> Figures:
     """How the reference was made."""
     return {
         "by": "llama.cpp in llama-cpp-python " + llama_cpp.__version__,
-        "command": " ".join(["python", *sys.argv]),
+        "command": report.command(),
         "date": date.today().isoformat(),
         "python": platform.python_version(),
         "cpu": llama_cpp.llama_print_system_info().decode().strip(),

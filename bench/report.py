@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from phonograph.bench.report import machine, write_json
+from phonograph.bench.report import command, machine, write_json
 
-__all__ = ["RESULTS", "machine", "write"]
+__all__ = ["RESULTS", "command", "machine", "write"]
 
 RESULTS = Path(__file__).parent / "results"
 

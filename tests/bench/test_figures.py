@@ -12,7 +12,7 @@ from phonograph import PlanError
 from phonograph.bench.figures import Spread, percentile, percentiles, ratio, rounded, speedup
 from phonograph.bench.peers import join
 from phonograph.bench.plots import draw
-from phonograph.bench.report import Report, Row, Subject, read_report, write_json
+from phonograph.bench.report import Report, Row, Subject, command, read_report, write_json
 from phonograph.bench.report_pages import fill, make_pages, reports_in
 from phonograph.bench.tables import as_markdown, as_text, detail_table, main_table, markdown, printed
 
@@ -145,6 +145,30 @@ def test_a_page_gets_its_tables_from_the_files(tmp_path: Path) -> None:
     assert "`bench decode_step`" in text
     assert kept in text
     assert fill(text, reports_in(tmp_path)) == text
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["HERE/bench/serve.py", "HERE/texts/a.txt", "--rounds", "2"], "python bench/serve.py texts/a.txt --rounds 2"),
+        (["/usr/bin/phonograph", "bench", "--out", "/data/all/out/"], "phonograph bench --out out"),
+        (["/data/src/phonograph/__main__.py", "bench", "--out=/data/out"], "phonograph bench --out=out"),
+        (
+            ["bench/x.py", '{"draft": "/a b/head", "n": 1}', "draft=/a/head"],
+            'python bench/x.py {"draft": "head", "n": 1} draft=head',
+        ),
+        (
+            ["bench/x.py", "http://host/v1", "org/model", "../up/x"],
+            "python bench/x.py http://host/v1 org/model ../up/x",
+        ),
+    ],
+)
+def test_a_command_names_no_folder_of_its_machine(
+    argv: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [one.replace("HERE", str(tmp_path)) for one in argv])
+    assert command() == said
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:

@@ -68,17 +68,22 @@ def test_a_steady_round_is_one_launch_and_no_copy(tmp_path: Path) -> None:
     expect_steady_rounds(engine(speculate="eagle", draft=tmp_path))
 
 
+def run_while_prompts_come(llm: LLM) -> None:
+    """A prompt every other step, to the end of all; no step runs eagerly."""
+    for number, prompt in enumerate(PROMPTS * 4):
+        llm.core.add(Request(f"{number}", prompt, replace(GREEDY, max_tokens=20)))
+        llm.core.step()
+        llm.core.step()
+    while not llm.core.is_idle:
+        llm.core.step()
+    assert all(one.stats.eager.total() == 0 for one in llm.executor.runners.values())
+
+
 def expect_drafts_in_one_launch(llm: LLM) -> None:
-    core, runners = llm.core, llm.executor.runners
+    runners = llm.executor.runners
     report = verify(runners[DRAFT.name], batches=1)
     assert report.ok, str(report)
-    for number, prompt in enumerate(PROMPTS * 4):
-        core.add(Request(f"{number}", prompt, replace(GREEDY, max_tokens=20)))
-        core.step()
-        core.step()
-    while not core.is_idle:
-        core.step()
-    assert all(one.stats.eager.total() == 0 for one in runners.values())
+    run_while_prompts_come(llm)
     assert runners[DRAFT.name].stats.replays.total() == runners[PREFILL.name].stats.replays.total() > 4
 
 
@@ -94,14 +99,8 @@ def test_a_plain_step_with_prompts_leaves_states_and_drafts_nothing(tmp_path: Pa
     write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
     llm = engine(speculate="eagle", draft=tmp_path, speculate_when="pays")
     llm.core.scheduler.width = PlainSteps()
-    core, runners = llm.core, llm.executor.runners
-    for number, prompt in enumerate(PROMPTS * 4):
-        core.add(Request(f"{number}", prompt, replace(GREEDY, max_tokens=20)))
-        core.step()
-        core.step()
-    while not core.is_idle:
-        core.step()
-    assert all(one.stats.eager.total() == 0 for one in runners.values())
+    run_while_prompts_come(llm)
+    runners = llm.executor.runners
     assert runners[PREFILL.name].stats.replays.total() > 4
     assert runners[DRAFT.name].stats.replays.total() == 0
 

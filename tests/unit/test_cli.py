@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import subprocess
@@ -319,13 +320,34 @@ def test_a_reader_that_goes_away_is_no_error(command: list[str], unbuffered: str
     assert (run.returncode, said) == (141, b"")
 
 
-def test_another_pipe_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize(
+    ("command", "unbuffered"),
+    [
+        (["--help"], ""),
+        (["explain", "--shape", "tiny", "--device", "cpu"], ""),
+        (["explain", "--shape", "tiny", "--device", "cpu"], "1"),
+    ],
+)
+def test_output_that_a_full_disk_does_not_take_is_an_error(command: list[str], unbuffered: str) -> None:
+    """Whether it is noticed by a print, or at the end."""
+    argv, env = [sys.executable, "-m", "phonograph", *command], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, env=env, check=False)
+    assert (run.returncode, run.stderr) == (2, f"phonograph: writing the output: {os.strerror(errno.ENOSPC)}\n")
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError("a process that died"), OSError(errno.ENOSPC, "another disk")])
+def test_what_is_wrong_with_another_file_is_an_error_of_its_own(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(args: object) -> int:
-        raise BrokenPipeError("a process that died")
+        raise error
 
     monkeypatch.setattr(explain, "run", broken)
-    with pytest.raises(BrokenPipeError, match="a process that died"):
+    with pytest.raises(type(error)) as raised:
         main(["explain", "--shape", "tiny", "--device", "cpu"])
+    assert raised.value is error
 
 
 def test_explain_says_where_steps_are_larger_than_asked_for(capsys: Capture) -> None:

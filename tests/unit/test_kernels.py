@@ -224,6 +224,7 @@ CASES = {
         f"{count}, vectors, {some} programs": (count, replace(VECTOR["streamed, a tile per program"], programs=some))
         for count, some in ((2, 0), (3, 3), (5, 0), (8, 2))
     },
+    "3, vectors, more columns than there are": (3, Choice("vector", rows=2, block=128, stages=2)),
     "1, matrix": (1, MATRIX["fused, weights are tall"]),
     "16, matrix": (16, MATRIX["split in 3"]),
     "17, matrix": (17, MATRIX["fused"]),

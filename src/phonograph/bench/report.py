@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +21,8 @@ from phonograph.devices import Device, open_device
 Kind = Literal["floor", "eager", "ours", "peer"]
 Status = Literal["running", "complete", "partial", "failed"]
 _VERSIONS = ("phonograph", "torch", "triton", "transformers")
+_ABSOLUTE_PATH = re.compile(r"""(?<![^\s"'=,\[(])/[^"'=,\])]+""")
+"""Also after a flag's `=`, or in the JSON of an argument; not the end of a URL or of a relative path."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,26 @@ def machine(device: Device | None = None) -> dict[str, str]:
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     found["date"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    found["command"] = _command()
+    found["command"] = command()
     return found
 
 
-def _command() -> str:
-    """As a user would type it."""
+def command() -> str:
+    """As a user would type it; of an absolute path, what another machine may have too."""
     program = Path(sys.argv[0])
-    own = {"main.py": "phonograph", "phonograph": "phonograph"}
-    return " ".join([own.get(program.name, f"python {program}"), *sys.argv[1:]])
+    own = {"__main__.py": "phonograph", "phonograph": "phonograph"}
+    typed = [own.get(program.name, f"python {_portable(str(program))}"), *map(_portable, sys.argv[1:])]
+    return " ".join(typed)
+
+
+def _portable(argument: str) -> str:
+    """Absolute paths from the working directory on; elsewhere, their last part."""
+
+    def shortened(found: re.Match[str]) -> str:
+        path = Path(found[0])
+        return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+
+    return _ABSOLUTE_PATH.sub(shortened, argument)
 
 
 class Report:

@@ -39,9 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _lost_its_reader(sys.stdout):
             raise
-        # Whoever read the output has seen enough. Python would try to write what is left once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)  # whoever read the output has seen enough
         return _NO_READER
+    except OSError as error:
+        if not _takes_no_more(sys.stdout):
+            raise
+        _discard(sys.stdout)
+        print(f"phonograph: writing the output: {error.strerror or error}", file=sys.stderr)
+        return 2
 
 
 def _lost_its_reader(stream: TextIO) -> bool:
@@ -52,6 +57,21 @@ def _lost_its_reader(stream: TextIO) -> bool:
         return any(found & (select.POLLERR | select.POLLHUP) for _, found in watched.poll(0))
     except (OSError, ValueError):
         return False
+
+
+def _takes_no_more(stream: TextIO) -> bool:
+    """Whether it can't be written, as on a full disk: else it was another file that failed."""
+    try:
+        stream.write("\n")  # what failed without a buffer left nothing to flush
+        stream.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what is left of it go nowhere: Python would try to write that once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run(argv: Sequence[str] | None) -> int:

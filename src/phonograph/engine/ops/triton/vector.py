@@ -326,7 +326,7 @@ def product(
             x, x if delta is None else delta, weight if norm is None else norm.weight, weight,
             weight if bias is None else bias, out, total, x.shape[0], num_out, 0.0 if norm is None else norm.eps,
             x.stride(0), x.stride(0) if delta is None else delta.stride(0), total.stride(0),
-            tokens=next_power_of_two(x.shape[0]), width=width, rows=choice.rows, block=next_power_of_two(width),
+            tokens=next_power_of_two(x.shape[0]), width=width, rows=choice.rows, block=choice.block,
             dealt=programs < tiles, has_norm=norm is not None, has_delta=delta is not None, has_bias=bias is not None,
             gated=gated, overlap=code(choice.overlap), num_warps=choice.warps, **dependent(choice.overlap),
         )  # fmt: skip
