@@ -41,7 +41,7 @@ def decoding(before: int, max_outputs: int = 9, speculate: int | None = None) ->
 def noted(sequence: Sequence, tokens: tuple[int, ...], drafted: int = DEPTH, *, width: int = 4) -> SpeculationCounts:
     """The counts after one step, in which the device took these tokens."""
     tally, step = SpeculationTally(DEPTH), ScheduledStep(1, (sequence,), (), (), width, pass_name="x")
-    taken, finish, _ = sequence.take(tokens)
+    taken, finish, _ = sequence.take([*tokens])
     tally.note(step, [(sequence, tuple(taken), finish)], Sampled([*tokens], [len(tokens)], drafted=[drafted]))
     return tally.counts
 

@@ -114,8 +114,9 @@ class Executor:
             self._readback = Readback(device, most, depth, limits.num_places, pooled)
         self.timing = StepTiming(device, depth, self.passes)
         self._order = StepOrder()
+        self._replays = {name for name, one in self.passes.items() if one.picks_in_recording}
         self._is_interrupted = False
-        """Whether a step with launches outside of its recordings came last."""
+        """Whether a step with launches outside of its recordings came last, as those that are no single replay have."""
         self.state = EngineState(self.tables, (self.cache, *beside.values()), model.config, model.weights)
         if shadow is not None:
             expect_exact(self.runners)
@@ -217,7 +218,7 @@ class Executor:
 
     def _resume(self, step: Step) -> None:
         """Before a step that is one replay, where other launches came since the last: its own, or a mixed step's."""
-        is_replay = self.passes[step.pass_name].picks_in_recording
+        is_replay = step.pass_name in self._replays
         if is_replay and (self._is_interrupted or step.updates is not None):
             self.model.kernels.resume_overlap()
         self._is_interrupted = not is_replay

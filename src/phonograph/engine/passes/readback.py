@@ -59,6 +59,8 @@ class _Block:
 
     def __init__(self, device: Device, max_tokens: int, max_scored: int, pooled: tuple[int, int] | None) -> None:
         self.tokens = _pinned(device, torch.int64, max_tokens)
+        self.found: npt.NDArray[np.int64] = self.tokens.numpy()
+        """The same memory."""
         self.details = _Details(device, max_tokens)
         self.scores = _Details(device, max_scored)
         self.ranks = _pinned(device, torch.int64, max_scored)
@@ -122,37 +124,27 @@ class Pending:
                 "before more than limits.max_ahead steps are launched after it."
             )
         block.done.synchronize()
-        tokens = block.tokens[:count].tolist()
         logprobs = self._logprobs() if self._logprobs is not None else None
         scores = self._scores() if self._scores is not None else None
+        pooled = self._pooled() if self._pooled is not None else None
         states, prompt_states = (None if one is None else one.numpy() for one in self._states)
-        if self._width is None:
-            pooled = self._pooled() if self._pooled is not None else None
-            return Sampled(tokens, None, logprobs, scores, pooled, states, prompt_states)
-        kept, counts, drafted = _counted(tokens, self._width)
+        found, width = block.found[:count], self._width
+        if width is None:
+            return Sampled(found.tolist(), None, logprobs, scores, pooled, states, prompt_states)
+        places = found.reshape(-1, width)
+        is_undrafted = places == NO_DRAFT
+        is_kept = (places != NO_TOKEN) & ~is_undrafted  # nothing stays after a place without a token
+        kept = None if logprobs is None and states is None else np.flatnonzero(is_kept)
         return Sampled(
-            [tokens[place] for place in kept],
-            counts,
-            None if logprobs is None else [logprobs[place] for place in kept],
+            places[is_kept].tolist(),
+            is_kept.sum(1).tolist(),
+            None if logprobs is None or kept is None else [logprobs[place] for place in kept],
             scores,
-            self._pooled() if self._pooled is not None else None,
+            pooled,
             None if states is None else states[kept],
             prompt_states,
-            drafted,
+            (width - 1 - is_undrafted.sum(1)).tolist(),
         )
-
-
-def _counted(tokens: list[int], width: int) -> tuple[list[int], list[int], list[int]]:
-    """Of blocks of so many places, those before the first place without a token; how many these are of each block, and
-    for how many of its places something was drafted."""
-    counts, kept, drafted = list[int](), list[int](), list[int]()
-    for first in range(0, len(tokens), width):
-        row = tokens[first : first + width]
-        without_draft = row.count(NO_DRAFT)
-        drafted.append(width - 1 - without_draft)
-        counts.append(width - without_draft - row.count(NO_TOKEN))  # nothing stays after a place without a token
-        kept += range(first, first + counts[-1])
-    return kept, counts, drafted
 
 
 class Readback:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -196,13 +195,16 @@ class Sequence:
             bits = _hashed(b"%d/%d" % (given, self.index))
         return bits % (1 << 63) - (1 << 63)
 
-    def take(self, tokens: Iterable[int]) -> tuple[list[int], FinishReason | None, int]:
+    def take(self, tokens: list[int]) -> tuple[list[int], FinishReason | None, int]:
         """Append what a step brought, up to the sequence's end; what comes after that is dropped.
 
         Returns what was appended, why the sequence ends with it, if it does, and the problem that came in place of
         the next token, or 0.
         """
         outputs, first = self.outputs, len(self.outputs)
+        if first + len(tokens) < self.max_outputs and self.stop_ids.isdisjoint(tokens) and min(tokens, default=0) >= 0:
+            outputs += tokens  # as most do
+            return tokens, None, 0
         for token in tokens:
             if token < 0:
                 return outputs[first:], None, token

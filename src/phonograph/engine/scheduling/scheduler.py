@@ -321,18 +321,18 @@ class Scheduler:
 
     def _take_several(self, step: ScheduledStep, sampled: Sampled) -> list[Update]:
         """Correct the counts by what the device took, then append what the sequence takes of it."""
-        updates: list[Update] = []
-        failed: list[Update] = []
-        fewest, num_decodes = fewest_of(step.tokens_per_row), len(step.decodes)
-        for index, (sequence, part) in enumerate(zip(step.sampling, sampled.by_row(), strict=True)):
-            if index < num_decodes:
+        updates, failed, decodes = list[Update](), list[Update](), len(step.decodes)
+        width, fewest, tokens, end = step.tokens_per_row, fewest_of(step.tokens_per_row), sampled.tokens, 0
+        for sequence, count in zip(step.sampling, sampled.counts or (1,) * len(tokens), strict=True):
+            first, end = end, end + count
+            if decodes:
                 # Before any sequence is closed, and of those that are: what the prefix cache keeps goes by this count.
-                count = part.stop - part.start
-                sequence.num_computed -= step.tokens_per_row - count
+                decodes -= 1
+                sequence.num_computed -= width - count
                 sequence.num_launched_outputs += count - fewest
             if sequence.finish is not None:
                 continue
-            taken, finish, problem = sequence.take(sampled.tokens[part])
+            taken, finish, problem = sequence.take(tokens[first:end])
             if finish is not None:
                 self._close(sequence, finish)
             if taken:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 
 from phonograph.engine.requests.request import FinishReason
+from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import Sampled, ScheduledStep, StepKind, Update, kind_of
 
 PLAIN_REASONS: Mapping[str, str] = {
@@ -71,27 +72,29 @@ class SpeculationTally:
         kind = kind_of(step.tokens_per_row)
         self._steps[kind] += 1
         # What was sampled of a step comes in the order of its decodes, then of its prompts.
-        drafted = repeat(self._depth) if sampled.drafted is None else sampled.drafted
-        rows = dict(zip(step.decodes, drafted, strict=False))
+        said = repeat(self._depth) if sampled.drafted is None else sampled.drafted
+        rows, places = dict(zip(step.decodes, said, strict=False)), step.tokens_per_row - 1
+        seen, most = self._rounds, self._depth
         for update in updates:
-            if update[1] and update[0] in rows:
-                self._note(update, rows[update[0]], places=step.tokens_per_row - 1)
+            sequence, tokens, finish = update
+            if not tokens or sequence not in rows:
+                continue
+            verified = min(sequence.draft_depth(most), rows[sequence], places)
+            if not verified:
+                self._plain[self._reason(sequence, places)] += 1
+                continue
+            drafted, accepted = verified, len(tokens) - 1
+            if finish is not None or sequence.max_outputs - len(sequence.outputs) <= verified:
+                drafted = min(verified, acceptable(update))
+            seen[drafted, accepted] += 1
+            sequence.num_drafted += drafted
+            sequence.num_accepted += accepted
 
-    def _note(self, update: Update, said: int, places: int) -> None:
-        """`said` places had a draft, of which a round of so many verifies some, and a plain step none."""
-        sequence, tokens, _ = update
-        depth = sequence.draft_depth(self._depth)
-        verified = min(depth, said, places)
-        if not verified:
-            by_row = "request" if sequence.constraint is None else "grammar"
-            self._plain[by_row if not depth else "no_draft" if places else "cost"] += 1
-            return
-        accepted = len(tokens) - 1
-        is_near_its_end = update[2] is not None or sequence.max_outputs - len(sequence.outputs) <= verified
-        drafted = min(verified, acceptable(update)) if is_near_its_end else verified
-        self._rounds[drafted, accepted] += 1
-        sequence.num_drafted += drafted
-        sequence.num_accepted += accepted
+    def _reason(self, sequence: Sequence, places: int) -> str:
+        """Why none of a row's drafts was verified, in a step with so many places for them."""
+        if sequence.draft_depth(self._depth):
+            return "no_draft" if places else "cost"
+        return "request" if sequence.constraint is None else "grammar"
 
     @property
     def counts(self) -> SpeculationCounts:

@@ -4,7 +4,7 @@ drafts don't pay."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Protocol
 
@@ -198,12 +198,7 @@ class WherePaid:
         if not step.decodes:
             return
         width = step.tokens_per_row
-        decoding = set(step.decodes) if width > 1 else set()
-        counts = Counter[Brought](
-            (len(tokens), finish is not None)
-            for sequence, tokens, finish in updates
-            if (finish is None or finish is FinishReason.LENGTH) and sequence in decoding
-        )
+        counts = Counter[Brought](_brought(step, updates)) if width > 1 else Counter[Brought]()
         self._acceptance.note(width, counts, catches_up=step.catches_up)
         if counts and width <= self._width:
             mean = self._acceptance.tokens(width)
@@ -216,6 +211,14 @@ class WherePaid:
 
     def __str__(self) -> str:
         return f"where that pays (a round costs, by rows: {self._costs})"
+
+
+def _brought(step: ScheduledStep, updates: Iterable[Update]) -> Iterator[Brought]:
+    """What each row that decoded got, and went on, or was cut off by a limit."""
+    decoding = set(step.decodes) if step.prefills else None
+    for sequence, tokens, finish in updates:
+        if (finish is None or finish is FinishReason.LENGTH) and (decoding is None or sequence in decoding):
+            yield len(tokens), finish is not None
 
 
 def width_by(limits: Limits, costs: StepCosts | None) -> StepWidth:
