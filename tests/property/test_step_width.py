@@ -87,7 +87,7 @@ def always(number: int) -> int:
     return 99
 
 
-PROBED = {1: 1.013, 4: 1.0101, 16: 1.0072, 64: 1.0072}
+PROBED = {1: 1.015, 4: 1.0121, 16: 1.009, 64: 1.009}
 """What probes may cost of 512 steps, by rows: the rest of two percent is for what plain steps leave to the drafter."""
 AFFORDED = 2.6
 """Of a round that costs more, one alone is over what many rows may lose, catching up included."""
@@ -105,7 +105,7 @@ def test_a_drafter_that_is_always_wrong_costs_little(
     most = PROBED[num_rows] if ratio <= AFFORDED else PROBED[1]
     assert found.run(512, never) <= most
     assert found.run(512, never) <= most, "probes of any later sequence"
-    assert found.run(2000, never) <= 1.005, "later sequences know it already"
+    assert found.run(2000, never) <= 1.006, "later sequences know it already"
 
 
 @pytest.mark.parametrize("lag", range(4))
@@ -221,7 +221,7 @@ def test_places_that_a_round_could_not_reach_count_as_the_mean() -> None:
     found = Acceptance(3)
     found.note(4, whole(4, 1))
     found.note(4, {(2, True): 1})
-    assert found.tokens(4) == pytest.approx(1 + 0.75 + 0.5 + 0.5)
+    assert found.tokens(4) == pytest.approx(1 + 2 / 3 + 0.5 + 0.5), "three rows so far"
 
 
 def test_acceptance_of_a_place_is_that_of_fresh_drafts() -> None:
@@ -232,14 +232,29 @@ def test_acceptance_of_a_place_is_that_of_fresh_drafts() -> None:
     found.note(4, whole(1, 1))
     assert found.tokens(4) == 2, "after a plain step drafts are old"
     found.note(2, whole(2, 2))
-    assert found.tokens(2) == 1.75
+    assert found.tokens(2) == pytest.approx(1 + 4 / 6)
     found.note(4, whole(2, 2))
-    assert found.tokens(4) > found.tokens(2) > 1.75, "after a narrow one there is nothing in deeper places"
+    assert found.tokens(4) > found.tokens(2) > 1.7, "after a narrow one there is nothing in deeper places"
     found.give_up()
     assert found.tokens(4) == 1
     found.note(1, {})
     found.note(4, whole(3, 3, 1, 1), catches_up=True)
     assert found.tokens(4) == 2, "after a plain step, where the drafter has caught up"
+
+
+def test_what_many_rows_show_outweighs_what_one_did() -> None:
+    """The first sequence was alone, and nothing was drafted right; with more of them drafts are good."""
+    found = Acceptance(3)
+    for _ in range(20):
+        found.note(4, whole(1))
+    assert found.tokens(4) == 1
+    found.forget()
+    found.note(4, whole(*[4] * 16))
+    assert found.tokens(4) > 3.5
+    costs = StepCosts(SIZES, {4: (1.8,) * 4}, (0.3,) * 4)
+    policy = WherePaid(limits(), costs)
+    assert Simulation(policy, costs, 1, 1).run(512, never) < 1.015
+    assert Simulation(policy, costs, 1, 16).run(1000, chance(0.8)) < 0.75
 
 
 @pytest.mark.parametrize(("ratio", "catching_up"), [(2.51, 3.99), (3.75, 0.0), (2.1, 1.1), (4.9, 0.6)])

@@ -17,9 +17,9 @@ from phonograph.engine.requests.step_costs import StepCosts
 _STAKE, _LEAST_STAKE, _STAKE_BY_DOUBLING = 5.5, 2.5, 0.75
 """The time, in plain steps, that probes of one row may have lost at once should all drafts be wrong; that of sixteen
 rows or more, of which a round tells as much as many of one row; and how much less it is for twice the rows. Together
-with the share below, 1.3 to 0.7 percent of any 512 steps; what plain steps leave for the drafter may take the rest of
+with the share below, 1.5 to 0.9 percent of any 512 steps; what plain steps leave for the drafter may take the rest of
 two. The first sequences lose it, or whoever is there when probes begin."""
-_PROBE_SHARE = 0.002
+_PROBE_SHARE = 0.004
 """Of the time of other steps, what further probes may lose."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 4
 """Of a probe: as many as there is credit for. One round of a single row tells little."""
@@ -28,7 +28,7 @@ _WEIGHT = 1 / 16
 _STREAK = 4.0
 """The time, in plain steps, that rounds which were to pay may lose before all that is known of them is given up."""
 _REMEMBERED = 3
-"""Rounds that all before a probe count for."""
+"""Rows of one round that all before a probe count for: what many rows show by now is worth more."""
 _MARGIN = 1.02
 """Another width must promise this much more before steps change to it, so that noise does not switch."""
 
@@ -102,8 +102,8 @@ class Acceptance:
                 )
                 / num_rows
             )
-            self._seen[place] += 1
-            self._shares[place] += max(_WEIGHT, 1 / self._seen[place]) * (share - self._shares[place])
+            self._seen[place] += num_rows
+            self._shares[place] += max(_WEIGHT, num_rows / self._seen[place]) * (share - self._shares[place])
 
     def forget(self) -> None:
         """What is known so far counts for a few rounds only."""
