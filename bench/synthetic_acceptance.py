@@ -98,7 +98,13 @@ class AtRate(_Inner):
 
 @dataclass(frozen=True)
 class Never(_Inner):
-    """No draft is accepted, right or wrong: the output is the model's, and rounds bring one token."""
+    """Drafts are made wrong, and should one be right, it is not accepted: rounds bring one token, the model's."""
+
+    def keep_drafts(
+        self, drafts: torch.Tensor, rows: torch.Tensor, found: torch.Tensor, marks: ReadMarks | None = None
+    ) -> None:
+        # By the lowest bit, which keeps them tokens of any even vocabulary.
+        self.inner.keep_drafts(drafts, rows, torch.where(found < 0, found, found ^ 1), marks)
 
     def accept(
         self,

@@ -20,6 +20,7 @@ from phonograph.engine.passes.registry import DRAFT_EXTEND
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.request import Request
 from phonograph.engine.requests.sequence import Sequence as Seq
+from phonograph.engine.scheduling.step_width import Planned
 from speculation import Tokens, check
 
 DEPTH, PLACES = 3, 4
@@ -84,10 +85,10 @@ class Scripted:
 
     width: int = 1
 
-    def of(self, decodes: Any) -> int:
-        return self.width
+    def of(self, decodes: Any) -> Planned:
+        return Planned(self.width)
 
-    def took(self, step: Any, updates: Any) -> None:
+    def took(self, step: Any, updates: Any, sampled: Any) -> None:
         pass
 
 

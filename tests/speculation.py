@@ -24,6 +24,7 @@ from phonograph.engine.requests.request import Request
 from phonograph.engine.requests.sequence import Sequence as Seq
 from phonograph.engine.sampling.sampler import TorchSampler
 from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.engine.scheduling.step_width import Planned
 from phonograph.engine.state.column import Column, Width
 from phonograph.graphs.planning.resolve import resolve
 from phonograph.graphs.planning.settings import ask
@@ -143,17 +144,19 @@ def speculating(
 
 @dataclass
 class Switching:
-    """Steps of several widths, some of each before the next."""
+    """Steps of several widths, some of each before the next; of plain ones every so many probes, or none."""
 
     widths: Sequence[int]
     every: int = 2
     calls: int = 0
+    probes: int = 0
 
-    def of(self, decodes: Any) -> int:
+    def of(self, decodes: Any) -> Planned:
         self.calls += 1
-        return self.widths[self.calls // self.every % len(self.widths)]
+        width = self.widths[self.calls // self.every % len(self.widths)]
+        return Planned(width, bool(self.probes) and width == 1 and self.calls % self.probes == 0)
 
-    def took(self, step: Any, updates: Any) -> None:
+    def took(self, step: Any, updates: Any, sampled: Any) -> None:
         pass
 
 

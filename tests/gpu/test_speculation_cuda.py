@@ -24,6 +24,7 @@ from phonograph.engine.passes.registry import DRAFT, DRAFT_EXTEND, PREFILL, TARG
 from phonograph.engine.passes.target_verify import speculating_passes
 from phonograph.engine.requests.request import Request
 from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.engine.scheduling.step_width import Planned
 from phonograph.engine.state.column import Column, Width
 from phonograph.graphs.planning.settings import ask
 
@@ -108,10 +109,10 @@ def test_a_plain_step_with_prompts_leaves_states_and_drafts_nothing(tmp_path: Pa
 class PlainSteps:
     """The protocol `StepWidth`: no rounds."""
 
-    def of(self, decodes: Any) -> int:
-        return 1
+    def of(self, decodes: Any) -> Planned:
+        return Planned(1)
 
-    def took(self, step: Any, updates: Any) -> None:
+    def took(self, step: Any, updates: Any, sampled: Any) -> None:
         """Whatever it was."""
 
 
@@ -159,12 +160,12 @@ class Stretches:
     def __init__(self, plain: int) -> None:
         self._plain, self._calls, self.width = plain, 0, 1
 
-    def of(self, decodes: Any) -> int:
+    def of(self, decodes: Any) -> Planned:
         self._calls += 1
         self.width = DEPTH + 1 if self._calls % (self._plain + 2) < 2 else 1
-        return self.width
+        return Planned(self.width)
 
-    def took(self, step: Any, updates: Any) -> None:
+    def took(self, step: Any, updates: Any, sampled: Any) -> None:
         pass
 
 

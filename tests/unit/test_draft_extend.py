@@ -11,61 +11,32 @@ import torch
 from random_head import write_random_head
 
 from drafted import PROMPTS, REQUESTS
+from drafters import TARGET, engine, every_drafter, made
 from mixed_steps import DEPTH, PLACES, SCRIPTS, Played, looked_up
 from phonograph import LLM, EngineOptions, SamplingParams, verify
-from phonograph.engine.checkpoints.draft_head import DraftCheckpoint, drafted_for
-from phonograph.engine.checkpoints.mtp import MtpCheckpoint
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
-from phonograph.engine.models.config import SHAPES
 from phonograph.engine.ops.kernels import ReadMarks, RoundKernels, Unread
 from phonograph.engine.ops.layers.rounds import ReferenceRounds
 from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.drafted_rounds import DraftedRounds
 from phonograph.engine.passes.drafting import Drafting
-from phonograph.engine.passes.eagle import eagle
-from phonograph.engine.passes.mtp import mtp
-from phonograph.engine.passes.ngram import ngram
-from phonograph.engine.passes.ngram_eagle import ngram_eagle
 from phonograph.engine.passes.registry import DRAFT, DRAFT_EXTEND, PREFILL, TARGET_VERIFY
 from phonograph.engine.passes.step import Step
 from phonograph.engine.passes.unread import NAMES, READ_TO
 from phonograph.engine.requests.limits import UNREAD_PLACES, Limits
 from phonograph.engine.requests.request import Request
 from phonograph.engine.scheduling.catching_up import CatchingUp
-from random_modules import written
-from speculation import MAX_LEN, Driver, Switching, check, plain_llm, speculating
+from speculation import MAX_LEN, Driver, Switching, check
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TARGET = SHAPES["tiny"]
 SLOW = pytest.mark.slow
-DRAFTERS = ["ngram", "eagle", *(pytest.param(name, marks=SLOW) for name in ("ngram+eagle", "mtp"))]
-
-
-def made(name: str, folder: Path) -> Drafting:
-    """By its name; all but the first leave tokens unread."""
-    if name == "ngram":
-        return ngram(DEPTH)
-    model, most = drafted_for(plain_llm().executor.model), MAX_LEN + 16
-    if name == "mtp":
-        return mtp(MtpCheckpoint.open(written(folder / "modules"), TARGET).load(model, most, DEPTH), DEPTH, PLACES)
-    write_random_head(folder / "head", TARGET, 100, torch.float32)
-    head = DraftCheckpoint.open(folder / "head", TARGET).load(model, most)
-    return (eagle if name == "eagle" else ngram_eagle)(head, DEPTH, PLACES)
 
 
 @pytest.fixture
 def drafting(request: pytest.FixtureRequest, tmp_path: Path) -> Drafting:
     return made(request.param, tmp_path)
-
-
-every_drafter = pytest.mark.parametrize("drafting", DRAFTERS, indirect=True)
-
-
-def engine(drafting: Drafting, backend: str = "full", **changes: Any) -> EngineCore[Executor]:
-    places = 0 if drafting.unread is None else drafting.unread.places
-    return speculating(drafting, backend, unread_places=places, **changes)
 
 
 @dataclass

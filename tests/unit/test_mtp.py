@@ -40,6 +40,7 @@ from phonograph.engine.passes.registry import PASSES, kept_by
 from phonograph.engine.passes.target_verify import speculating_passes
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence as Seq
+from phonograph.engine.scheduling.step_width import Planned
 from random_modules import HIDDEN, TARGET, config, tensors, written
 from speculation import MAX_LEN, Driver, Switching, check, plain, plain_llm, speculating
 
@@ -138,11 +139,11 @@ class Turns:
     def __init__(self, most: int) -> None:
         self.most, self.calls = most, 0
 
-    def of(self, decodes: Any) -> int:
+    def of(self, decodes: Any) -> Planned:
         self.calls += 1
-        return 1 if self.calls % 4 else self.most
+        return Planned(1 if self.calls % 4 else self.most)
 
-    def took(self, step: Any, updates: Any) -> None:
+    def took(self, step: Any, updates: Any, sampled: Any) -> None:
         pass
 
 

@@ -27,6 +27,7 @@ from phonograph.engine.passes.eagle import EagleDrafter, eagle
 from phonograph.engine.passes.ngram import NgramDrafter
 from phonograph.engine.passes.ngram_eagle import CombinedDrafter, ngram_eagle
 from phonograph.engine.requests.request import Request
+from phonograph.engine.scheduling.step_width import Planned
 from speculation import MAX_LEN, Driver, Says, Tokens, check, plain_llm, speculating
 
 pytestmark = pytest.mark.slow
@@ -67,11 +68,11 @@ class InTurn:
     def __init__(self, *, plain: bool) -> None:
         self.plain, self.calls, self.most = plain, 0, DEPTH + 1
 
-    def of(self, decodes: Any) -> int:
+    def of(self, decodes: Any) -> Planned:
         self.calls += 1
-        return 1 if self.plain and self.calls % 3 else self.most
+        return Planned(1 if self.plain and self.calls % 3 else self.most)
 
-    def took(self, step: Any, updates: Any) -> None:
+    def took(self, step: Any, updates: Any, sampled: Any) -> None:
         self.drafts = step.tokens_per_row > 1
 
 

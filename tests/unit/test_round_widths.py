@@ -18,7 +18,7 @@ from phonograph.engine.passes.registry import TARGET_VERIFY
 from phonograph.engine.requests.limits import half_width
 from phonograph.engine.requests.request import Request
 from phonograph.engine.requests.step_costs import StepCosts
-from phonograph.engine.scheduling.step_width import WherePaid
+from phonograph.engine.scheduling.step_width import Planned, WherePaid
 from speculation import MAX_LEN, Driver, Switching, check, oracle, plain, speculating
 
 SLOW = pytest.mark.slow
@@ -98,10 +98,10 @@ def test_where_deep_drafts_are_wrong_rounds_are_narrow() -> None:
     core.scheduler.width = policy
     tables, of = core.executor.tables, policy.of
 
-    def noting(decodes: Any) -> int:
+    def noting(decodes: Any) -> Planned:
         tables["draft"][:, 1:] = 0
         found = of(decodes)
-        widths.extend([found] if decodes else [])
+        widths.extend([found.width] if decodes else [])
         return found
 
     policy.of = noting  # type: ignore[method-assign]

@@ -162,7 +162,7 @@ class EngineCore(Generic[E]):
         updates = self.scheduler.commit(step, sampled)
         if self.scheduler.limits.tokens_per_row > 1:
             self.speculation.note(step, updates, sampled)
-            self.scheduler.width.took(step, updates)
+            self.scheduler.width.took(step, updates, sampled)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
                 followed, ended = self._follow(sequence, tokens)

@@ -248,9 +248,14 @@ class Executor:
     def _run(self, runner: Runner, step: Step) -> Picked:
         chosen = self.passes[step.pass_name]
         is_checked = self.shadow is not None and chosen.written is not None and self.shadow.is_due()
+        drafts: object = None
         if step.catches_up and chosen.before is not None and step.decodes.rows.size:
             first = self.passes[chosen.before]
-            self._beside(first, first.batch(step), is_checked=is_checked)
+            drafts = self._beside(first, first.batch(step), is_checked=is_checked)
+        picked = self._pick(chosen, step, runner, is_checked=is_checked)
+        return picked._replace(probed=drafts) if step.probes and isinstance(drafts, torch.Tensor) else picked
+
+    def _pick(self, chosen: Pass, step: Step, runner: Runner, *, is_checked: bool) -> Picked:
         repeats = chosen.is_steady(step) and runner.can_repeat
         if repeats and not is_checked:
             # The tables have all that changes from step to step, so the buffers need no load.
@@ -260,15 +265,16 @@ class Executor:
             self._beside(self.passes[chosen.then], picked.handed, is_checked=is_checked)
         return picked
 
-    def _beside(self, chosen: Pass, batch: Any, *, is_checked: bool) -> None:
-        """Run a pass before or after another that picks the tokens: but for what is checked or strict, none depends on
-        it."""
+    def _beside(self, chosen: Pass, batch: Any, *, is_checked: bool) -> object:
+        """Run a pass before or after another that picks the tokens, and return what it puts out: but for what is
+        checked or strict, no token depends on it."""
         try:
-            self._serve(chosen, batch, is_checked=is_checked)
+            return self._serve(chosen, batch, is_checked=is_checked)
         except (CoverageError, VerifyError):
             raise
         except Exception as error:
             log.warning("%s failed, and its rows go on as they are: %s: %s", chosen.name, type(error).__name__, error)
+            return None
 
     def _serve(self, chosen: Pass, batch: Any, *, is_checked: bool, repeats: bool = False) -> object:
         runner = self.runners[chosen.name]

@@ -89,6 +89,7 @@ class StepBuilder:
             serial,
             follows,
             planned.catches_up,
+            planned.probes,
         )
 
     def give_up_after(self, last: int) -> None:

@@ -1,6 +1,7 @@
-"""draft_extend: before a step, the drafter reads what plain steps left; before a round, it drafts from there.
+"""draft_extend: before a step, the drafter reads what plain steps left, and drafts from there for a round or a probe.
 
-So plain steps run at the speed of plain decoding, and the first round after them verifies fresh drafts.
+So plain steps run at the speed of plain decoding, and the first round after them verifies fresh drafts. It puts out the
+drafts too: those before a plain step, a probe, are compared with the tokens that come.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from phonograph.sizes import ceil_div
 
 
 def draft_extend_pass(parts: PassParts, declared: PassDeclaration, drafter: Drafter, unread: UnreadSize | None) -> Pass:
-    """The pass over the rows of a step that decode, before the step itself; with drafts where that is a round."""
+    """The pass over the rows of a step that decode, before the step itself; with drafts for a round or a probe."""
     rounds, limits, tables = DraftedRounds(parts, drafter, unread), parts.limits, parts.tables
     places = 1 if unread is None else unread.places
     ahead = places + rounds.ahead
 
     def batch(step: Step) -> DecodeBatch:
         width = min(ceil_div(step.longest + ahead, limits.page_size), parts.trials.width)
-        tokens_per_row = rounds.width if step.tokens_per_row > 1 else 1
+        tokens_per_row = rounds.width if step.tokens_per_row > 1 or step.probes else 1
         return DecodeBatch(step.decodes.rows, width, SamplingNeeds(), tokens_per_row)
 
-    def body(batch: DecodeBatch) -> None:
-        rounds.extend(batch.rows, tables.pages[:, : batch.width], batch.tokens_per_row - 1)
+    def body(batch: DecodeBatch) -> torch.Tensor | None:
+        return rounds.extend(batch.rows, tables.pages[:, : batch.width], batch.tokens_per_row - 1)
 
     def written(batch: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.as_tensor(batch.rows).to(tables.length.device).repeat_interleave(places + ahead)

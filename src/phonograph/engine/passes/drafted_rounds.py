@@ -230,10 +230,12 @@ class DraftedRounds:
         queries = Queries(*places, 1 if by_row else None, by_row=by_row)
         self._parts.model.kernels.rounds.leave(self._unread, queries, tokens, taps, following)
 
-    def extend(self, rows: torch.Tensor, table: torch.Tensor, depth: int) -> None:
-        """Let the drafter read what rows left, and draft so many tokens, or none."""
+    def extend(self, rows: torch.Tensor, table: torch.Tensor, depth: int) -> torch.Tensor | None:
+        """Let the drafter read what rows left, and draft so many tokens, or none; returns what rows have then, if any
+        ([num_rows, depth])."""
         run = self._opaque_extend if current().stage is Stage.COMPILING else self._extend
         run(rows, table, depth, self._drafts, self._kept)
+        return self._drafts[rows] if depth else None
 
     def _extend(
         self, rows: torch.Tensor, table: torch.Tensor, depth: int, drafts: torch.Tensor, kept: tuple[torch.Tensor, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ class Picked(NamedTuple):
     states: torch.Tensor | None = None
     """What each token was picked from, where a request wants that: as tokens, [..., hidden], float32."""
     prompt_states: torch.Tensor | None = None  # [any, hidden], float32: of prompts, where a request wants them
+    probed: torch.Tensor | None = None  # [num_decodes, depth]: see `Sampled`
     handed: object = None
     """The batch of the pass that runs next in the same step (`Pass.then`); it stays on the device."""
 
@@ -81,6 +83,12 @@ class _Block:
         place.copy_(found, non_blocking=True)
         return lambda: place.numpy().copy()
 
+    def start_probed(self, found: torch.Tensor, first: int) -> torch.Size:
+        """Copy after the work launched so far, to the places after those of tokens: a plain step has one for each row,
+        and a row of places for a round holds a token and all drafts."""
+        self.tokens[first : first + found.numel()].copy_(found.flatten(), non_blocking=True)
+        return found.shape
+
 
 def _pinned(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     count = torch.Size(shape).numel()
@@ -99,9 +107,11 @@ class Pending:
         scores: Callable[[], list[PromptDetails]] | None,
         pooled: Callable[[], npt.NDArray[np.float32]] | None = None,
         states: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        probed: torch.Size | None = None,
     ) -> None:
         """What is there besides tokens is read by functions; `width` is the number of places of each row, where rows
-        may have several tokens or none. `states` are those of tokens and of prompts, in memory of their own."""
+        may have several tokens or none. `states` are those of tokens and of prompts, in memory of their own; drafts of
+        the shape `probed` come after the tokens."""
         self._block = block
         self._use = block.num_uses
         self._count = count
@@ -110,6 +120,7 @@ class Pending:
         self._scores = scores
         self._pooled = pooled
         self._states = states
+        self._probed = probed
 
     @property
     def fence(self) -> Fence:
@@ -130,7 +141,8 @@ class Pending:
         states, prompt_states = (None if one is None else one.numpy() for one in self._states)
         found, width = block.found[:count], self._width
         if width is None:
-            return Sampled(found.tolist(), None, logprobs, scores, pooled, states, prompt_states)
+            one_each = Sampled(found.tolist(), None, logprobs, scores, pooled, states, prompt_states)
+            return one_each if self._probed is None else replace(one_each, probed=self._drafts(self._probed))
         places = found.reshape(-1, width)
         is_undrafted = places == NO_DRAFT
         is_kept = (places != NO_TOKEN) & ~is_undrafted  # nothing stays after a place without a token
@@ -146,6 +158,9 @@ class Pending:
             (width - 1 - is_undrafted.sum(1)).tolist(),
         )
 
+    def _drafts(self, shape: torch.Size) -> npt.NDArray[np.int64]:
+        return self._block.found[self._count : self._count + shape.numel()].reshape(shape).copy()
+
 
 class Readback:
     """A ring of host blocks, one for each step that may be in flight, and one more."""
@@ -158,8 +173,8 @@ class Readback:
         max_scored: int = 0,
         pooled: tuple[int, int] | None = None,
     ) -> None:
-        """For so many sampled tokens, and so many of prompts that are scored, at most; `pooled` is how many vectors a
-        step may bring, and how long they are."""
+        """For so many sampled tokens, the drafts of a probe included, and so many of prompts that are scored, at most;
+        `pooled` is how many vectors a step may bring, and how long they are."""
         self._device = device
         self._blocks = [_Block(device, max_tokens, max_scored, pooled) for _ in range(depth)]
         self._next = 0
@@ -178,8 +193,9 @@ class Readback:
         scores = None if picked.scores is None else block.start_scores(picked.scores)
         pooled = None if picked.pooled is None else block.start_pooled(picked.pooled)
         states = self._start_states(picked.states), self._start_states(picked.prompt_states)
+        probed = None if picked.probed is None else block.start_probed(picked.probed, count)
         block.done.record()
-        return Pending(block, count, width, logprobs, scores, pooled, states)
+        return Pending(block, count, width, logprobs, scores, pooled, states, probed)
 
     def _start_states(self, found: torch.Tensor | None) -> torch.Tensor | None:
         """Copied to memory of their own, which whoever asked for them keeps: few ask, and they are large."""

@@ -67,6 +67,8 @@ class Step:
     """The serial of the step before it. Those between the two were abandoned: whether they ran is unknown."""
     catches_up: bool = False
     """Whether the pass that reads what earlier steps left (`Pass.before`) runs first."""
+    probes: bool = False
+    """Whether that pass drafts although the step is plain, and its drafts are read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,8 @@ class ScheduledStep:
     """The forward pass that runs it."""
     catches_up: bool = field(default=False, kw_only=True)
     """Whether, before that, the drafter reads what earlier steps left of the decodes, and drafts for a round."""
+    probes: bool = field(default=False, kw_only=True)
+    """Whether it drafts then although the step is plain, and drafts come back with the tokens (`Sampled.probed`)."""
     sampling: tuple[Sequence, ...] = field(init=False)
     """Sequences that the step samples a token for, in batch order: decodes, then prefills that reach their end."""
 
@@ -143,6 +145,9 @@ class Sampled:
     """[any, hidden]: of prompts, those that `Chunk.num_stated` tells of, in the order of prefills."""
     drafted: list[int] | None = None
     """For how many places of each row something was drafted; None where rows have one token each."""
+    probed: npt.NDArray[np.int64] | None = None
+    """[num_decodes, depth]: what may follow the last token that each row had before a plain step, by its drafter;
+    below 0 is none."""
 
     def check(self, step: ScheduledStep) -> None:
         """Raise if this can't be what the step sampled."""

@@ -151,14 +151,16 @@ class Scheduler:
         if not decodes and not chunks:
             return None
         self._launched = number = self._launched + 1
-        most = self.width.of(decodes)
-        fewest, catches_up = fewest_of(most), self._catching_up.is_due(most, decodes)
+        most, probes = self.width.of(decodes)
+        fewest, catches_up = fewest_of(most), self._catching_up.is_due(most, decodes, probes=probes)
         for sequence in decodes:
             sequence.num_computed += most
             sequence.num_launched_outputs += fewest
             sequence.last_step = number
         name, pages = self.passes.with_prefills(chunks) if chunks else self.passes.decodes, self.rows.page_updates()
-        step = ScheduledStep(number, decodes, tuple(chunks), pages, most, pass_name=name, catches_up=catches_up)
+        step = ScheduledStep(
+            number, decodes, tuple(chunks), pages, most, pass_name=name, catches_up=catches_up, probes=probes
+        )
         self._in_flight.append(step)
         return step
 

@@ -4,52 +4,57 @@ drafts don't pay."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
-from typing import Protocol
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import ScheduledStep, Update
+from phonograph.engine.requests.step import Sampled, ScheduledStep, Update
 from phonograph.engine.requests.step_costs import StepCosts
+from phonograph.engine.scheduling.acceptance import Acceptance, Brought
+from phonograph.engine.scheduling.probes import Probes
 
-_STAKE, _LEAST_STAKE, _STAKE_BY_DOUBLING = 5.5, 2.5, 0.75
-"""The time, in plain steps, that probes of one row may have lost at once should all drafts be wrong; that of sixteen
-rows or more, of which a round tells as much as many of one row; and how much less it is for twice the rows. Together
-with the share below, 1.5 to 0.9 percent of any 512 steps; what plain steps leave for the drafter may take the rest of
-two. The first sequences lose it, or whoever is there when probes begin."""
-_PROBE_SHARE = 0.004
-"""Of the time of other steps, what further probes may lose."""
-_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 4
-"""Of a probe: as many as there is credit for. One round of a single row tells little."""
-_WEIGHT = 1 / 16
-"""Of a round in the running means."""
+_STAKE, _LEAST_STAKE, _STAKE_BY_DOUBLING = 2.0, 1.5, 0.125
+"""The time, in plain steps, that probes of one row may take at first, should nothing be drafted right; that of sixteen
+rows or more, of which one tells as much as many of one row; and how much less it is for twice the rows."""
+_PROBE_SHARE = 0.003
+"""Of the time of all steps, what further probes may take."""
+_LAUNCH_PRICE = 0.1
+"""Of a probe, besides what the drafter does: a launch, two loads, and a copy to the host. With a small model; with a
+large one it is less."""
+_LEAST_EXTRA = 0.02
+"""Of a wider round, by which it is paid for: another recording is launched, if nothing else."""
+_WIDE_ROUNDS = 3
+"""That look what a wider round than the one in use brings. The first of them has old drafts to verify."""
 _STREAK = 4.0
 """The time, in plain steps, that rounds which were to pay may lose before all that is known of them is given up."""
-_REMEMBERED = 3
-"""Rows of one round that all before a probe count for: what many rows show by now is worth more."""
 _MARGIN = 1.02
 """Another width must promise this much more before steps change to it, so that noise does not switch."""
 
 
 def stake_of(num_rows: int) -> float:
-    """The time, in plain steps, that probes of so many rows may have lost."""
+    """The time, in plain steps, that probes of so many rows may take at once."""
     return max(_LEAST_STAKE, _STAKE - _STAKE_BY_DOUBLING * (num_rows.bit_length() - 1))
 
 
-Brought = tuple[int, bool]
-"""Tokens that a round brought a row, and whether a limit on the output cut it off."""
+class Planned(NamedTuple):
+    """The form of a step."""
+
+    width: int
+    """Tokens that it computes for each row that decodes: one of the widths that the engine records, or 1."""
+    probes: bool = False
+    """Whether drafts are made before it although it is plain, to be compared with the tokens that come."""
 
 
 class StepWidth(Protocol):
     """Policy for the width of steps; consecutive steps with the same tuple of decodes should rarely differ."""
 
-    def of(self, decodes: tuple[Sequence, ...]) -> int:
-        """For a step with these decodes: one of the widths that the engine records, or 1."""
+    def of(self, decodes: tuple[Sequence, ...]) -> Planned:
+        """For a step with these decodes."""
         ...
 
-    def took(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
+    def took(self, step: ScheduledStep, updates: Collection[Update], sampled: Sampled) -> None:
         """What the commit of a step brought."""
         ...
 
@@ -60,97 +65,62 @@ class WhereDrafted:
     def __init__(self, limits: Limits) -> None:
         self._most = limits.tokens_per_row
         self._decodes: tuple[Sequence, ...] | None = None
-        self._width = self._most
+        self._planned = Planned(self._most)
 
-    def of(self, decodes: tuple[Sequence, ...]) -> int:
-        if self._most == 1:
-            return 1
-        if decodes is not self._decodes:
+    def of(self, decodes: tuple[Sequence, ...]) -> Planned:
+        if self._most > 1 and decodes is not self._decodes:
             depth = self._most - 1
             is_drafted = not decodes or any(sequence.draft_depth(depth) for sequence in decodes)
-            self._decodes, self._width = decodes, self._most if is_drafted else 1
-        return self._width
+            self._decodes, self._planned = decodes, Planned(self._most if is_drafted else 1)
+        return self._planned
 
-    def took(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
+    def took(self, step: ScheduledStep, updates: Collection[Update], sampled: Sampled) -> None:
         """Stateless: nothing to record."""
 
     def __str__(self) -> str:
         return "wherever a request allows drafts"
 
 
-class Acceptance:
-    """How many rows of a step accept a draft in each place of a round, as running means over recent rounds.
-
-    A place is looked at only where it had a fresh draft: what is verified after a narrower step is old, unless the
-    drafter has caught up in between.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self._shares, self._seen = [0.0] * depth, [0] * depth
-        self._before = depth + 1
-
-    def note(self, width: int, counts: Mapping[Brought, int], *, catches_up: bool = False) -> None:
-        """A step of this width, and how many rows it brought what; what is not known of a place counts as the mean."""
-        drafted, self._before = (width if catches_up else min(width, self._before)) - 1, width
-        num_rows = sum(counts.values())
-        for place in range(drafted if num_rows else 0):
-            mean = self._shares[place]
-            share = (
-                sum(
-                    rows * (1.0 if count > place + 1 else mean if is_cut_off else 0.0)
-                    for (count, is_cut_off), rows in counts.items()
-                )
-                / num_rows
-            )
-            self._seen[place] += num_rows
-            self._shares[place] += max(_WEIGHT, num_rows / self._seen[place]) * (share - self._shares[place])
-
-    def forget(self) -> None:
-        """What is known so far counts for a few rounds only."""
-        self._seen = [min(seen, _REMEMBERED) for seen in self._seen]
-
-    def give_up(self) -> None:
-        """As if nothing had ever been accepted."""
-        self._shares, self._seen = [0.0] * len(self._shares), [0] * len(self._seen)
-
-    def tokens(self, width: int) -> float:
-        """What a round of this width brings a row: its token, and what is accepted; no place more than one before."""
-        return 1 + sum(accumulate(self._shares[: width - 1], min))
-
-
 class WherePaid:
     """Of all widths the one by which recent rounds gain most in tokens for their time, or plain steps; and now and then
-    a probe by a wider one.
+    a probe: drafts before a plain step that are compared with what comes, or wider rounds than those in use.
 
     A probe is paid for when it is launched, as if it brought nothing: what is in flight counts.
     """
 
     def __init__(self, limits: Limits, costs: StepCosts) -> None:
+        depth = limits.tokens_per_row - 1
         self._drafted = WhereDrafted(limits)
         self._costs = costs
-        self._acceptance = Acceptance(limits.tokens_per_row - 1)
+        self._acceptance, self._probes = Acceptance(depth), Probes(depth)
         self._width = 1
         """That of steps which are no probes."""
+        self._last = 1
+        """The width of the last step with decodes."""
         self._credit = _STAKE
-        """The time, in plain steps, that probes may lose."""
-        self._probe, self._rounds_left = 0, 0
-        """The width of the last probe, and its rounds that are yet to be launched."""
-        self._last = limits.tokens_per_row
-        """The width of the last step."""
+        """The time, in plain steps, that probes may take."""
+        self._apart = depth
+        """Steps between two probes at least: what one shows is known after so many."""
+        self._num_since = self._apart
+        """Steps since the last probe."""
+        self._wide_left = 0
+        """Rounds of a look at the widest that are yet to be launched."""
         self._lost = 0.0
         """The time, in plain steps, that recent rounds lost which were to pay; no less than none."""
 
-    def of(self, decodes: tuple[Sequence, ...]) -> int:
-        width = self._drafted.of(decodes)
-        if width > 1 and decodes:
-            ratios = {one: self._costs.ratio(len(decodes), one) for one in (*self._costs.widths, 1)}
-            width = self._width = self._best(ratios)
-            if self._probes(ratios, self._costs.to_catch_up(len(decodes)), stake_of(len(decodes))):
-                width = self._probe
-        elif decodes:
-            self._rounds_left = 0  # what is left of a probe would begin with old drafts
-        self._last = width if decodes else self._last
-        return width
+    def of(self, decodes: tuple[Sequence, ...]) -> Planned:
+        planned = self._drafted.of(decodes)
+        if not decodes:
+            return planned
+        if planned.width > 1:
+            num_rows = len(decodes)
+            ratios = {one: self._costs.ratio(num_rows, one) for one in (*self._costs.widths, 1)}
+            self._width = self._best(ratios)
+            planned = self._plain(ratios, num_rows) if self._width == 1 else self._round(ratios, stake_of(num_rows))
+        else:
+            self._wide_left = 0  # what is left of a look would begin with old drafts
+        self._last = planned.width
+        return planned
 
     def _best(self, ratios: dict[int, float]) -> int:
         """The width that brings most for its time; the one that is in use wins by a margin."""
@@ -161,43 +131,47 @@ class WherePaid:
         best = max(ratios, key=rate)
         return best if rate(best) > rate(self._width) * _MARGIN else self._width
 
-    def _probes(self, ratios: dict[int, float], catching_up: float, stake: float) -> bool:
-        """Whether a step looks what a wider round brings by now; it is paid for then."""
-        own = ratios[self._width]
-        self._credit = min(_STAKE, self._credit + _PROBE_SHARE * own)
-        if not self._rounds_left:
-            self._begin_probe(ratios, own, catching_up, stake)
-        if not self._rounds_left or self._probe <= self._width:
-            self._rounds_left = 0
-            return False
-        self._rounds_left -= 1
-        self._credit -= max(0.0, ratios[self._probe] - own)
-        return True
+    def _plain(self, ratios: dict[int, float], num_rows: int) -> Planned:
+        """A plain step, before which drafts are made now and then; not where the last ones are of fewer places, nor
+        where no round could pay."""
+        self._wide_left, self._num_since = 0, self._num_since + 1
+        is_due = self._num_since > self._apart and self._last == 1
+        can_pay = any(ratio < width for width, ratio in ratios.items() if width > 1)
+        price = _LAUNCH_PRICE + self._costs.to_catch_up(num_rows)
+        if not self._affords(price, ratios[1], stake_of(num_rows)) or not is_due or not can_pay:
+            return Planned(1)
+        self._credit -= price
+        self._num_since = 0
+        return Planned(1, probes=True)
 
-    def _begin_probe(self, ratios: dict[int, float], own: float, catching_up: float, stake: float) -> None:
-        """By the widest round that can pay at all and that is not too dear, once there is the credit for it."""
-        for width in self._costs.widths:
-            each = max(1e-6, ratios[width] - own)
-            # After plain steps the drafter catches up first; after a narrower round, one more has old drafts to verify.
-            is_narrower = 1 < self._last < width
-            first = catching_up if self._last == 1 else each if is_narrower else 0.0
-            fewest = _FEWEST_ROUNDS if first + _FEWEST_ROUNDS * each <= stake else 1
-            price = first + fewest * each
-            if width > self._width and ratios[width] < width and price <= _STAKE:
-                if price <= self._credit:
-                    self._acceptance.forget()
-                    self._credit = min(self._credit, max(stake, price))
-                    rounds = min(_MOST_ROUNDS, max(fewest, int((self._credit - first) / each)))
-                    self._credit -= catching_up if self._last == 1 else 0.0
-                    self._probe, self._rounds_left = width, rounds + is_narrower
-                return
+    def _round(self, ratios: dict[int, float], stake: float) -> Planned:
+        """A round of the width in use, or now and then some of the widest, to see what these bring by now."""
+        width, own, widest = self._width, ratios[self._width], self._costs.widths[0]
+        extra = max(_LEAST_EXTRA, ratios[widest] - own)
+        can_look = self._affords(_WIDE_ROUNDS * extra, own, stake) and ratios[widest] < widest
+        if not self._wide_left and can_look and width < widest:
+            self._acceptance.forget()
+            self._wide_left = _WIDE_ROUNDS
+        if not self._wide_left or width == widest:
+            self._wide_left = 0
+            return Planned(width)
+        self._wide_left -= 1
+        self._credit -= extra
+        return Planned(widest)
 
-    def took(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
+    def _affords(self, price: float, step: float, stake: float) -> bool:
+        """Whether there is the credit for it, which grows with every step, by its time."""
+        self._credit = min(max(stake, price), self._credit + _PROBE_SHARE * step)
+        return self._credit >= price
+
+    def took(self, step: ScheduledStep, updates: Collection[Update], sampled: Sampled) -> None:
         """Of rounds that a limit on the output cut off it is known that they would have brought so much at least; those
         with a stop token are left out."""
         if not step.decodes:
             return
         width = step.tokens_per_row
+        for counts in self._probes.took(step, updates, sampled):
+            self._acceptance.note_probe(counts)
         counts = Counter[Brought](_brought(step, updates)) if width > 1 else Counter[Brought]()
         self._acceptance.note(width, counts, catches_up=step.catches_up)
         if counts and width <= self._width:

@@ -1,0 +1,64 @@
+"""Acceptance: how many drafts of a row are right, by place, as running means over what rounds and probes show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+_WEIGHT = 1 / 16
+"""Of a round in the running means."""
+_DOUBT = 2
+"""Rows without a right draft that count as seen at first, so that a lucky one does not decide."""
+_REMEMBERED = 3
+"""Rows of one round that all before a probe count for: what many rows show by now is worth more."""
+
+Brought = tuple[int, bool]
+"""Tokens that a round brings a row, and whether a limit on the output cuts it off."""
+
+
+class Acceptance:
+    """How many rows of a step accept a draft in each place of a round, as running means over recent rounds.
+
+    A place is looked at only where it had a fresh draft: what is verified after a narrower step is old, unless the
+    drafter has caught up in between.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._shares, self._seen = [0.0] * depth, [_DOUBT] * depth
+        self._before = depth + 1
+
+    def note(self, width: int, counts: Mapping[Brought, int], *, catches_up: bool = False) -> None:
+        """A step of this width, and how many rows it brought what; what is not known of a place counts as the mean."""
+        drafted, self._before = (width if catches_up else min(width, self._before)) - 1, width
+        self._learn(drafted, counts)
+
+    def note_probe(self, counts: Mapping[Brought, int]) -> None:
+        """What a round of fresh drafts would have brought; what was known before counts for little then."""
+        self.forget()
+        self._learn(len(self._shares), counts)
+
+    def _learn(self, places: int, counts: Mapping[Brought, int]) -> None:
+        num_rows = sum(counts.values())
+        for place in range(places if num_rows else 0):
+            mean = self._shares[place]
+            share = (
+                sum(
+                    rows * (1.0 if count > place + 1 else mean if is_cut_off else 0.0)
+                    for (count, is_cut_off), rows in counts.items()
+                )
+                / num_rows
+            )
+            self._seen[place] += num_rows
+            self._shares[place] += max(_WEIGHT, num_rows / self._seen[place]) * (share - mean)
+
+    def forget(self) -> None:
+        """What is known so far counts for a few rows only."""
+        self._seen = [min(seen, _REMEMBERED) for seen in self._seen]
+
+    def give_up(self) -> None:
+        """As if nothing had ever been accepted."""
+        self._shares, self._seen = [0.0] * len(self._shares), [_DOUBT] * len(self._seen)
+
+    def tokens(self, width: int) -> float:
+        """What a round of this width brings a row: its token, and what is accepted; no place more than one before."""
+        return 1 + sum(accumulate(self._shares[: width - 1], min))

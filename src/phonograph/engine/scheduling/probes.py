@@ -1,0 +1,54 @@
+"""Probes: drafts that were made before plain steps, compared with the tokens that come: no round is run to see them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from phonograph.engine.requests.request import FinishReason
+from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import Sampled, ScheduledStep, Update
+from phonograph.engine.scheduling.acceptance import Brought
+
+
+@dataclass
+class _Probe:
+    drafts: list[tuple[Sequence, int, list[int]]]
+    """Of each row, with the number of its outputs before them."""
+    num_left: int
+    """Commits of steps with decodes until all of the tokens are known."""
+
+
+class Probes:
+    """Those whose tokens are not known yet."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._waiting: deque[_Probe] = deque()
+
+    def took(self, step: ScheduledStep, updates: Iterable[Update], sampled: Sampled) -> Iterator[Counter[Brought]]:
+        """The commit of a step with decodes; yields what a round would have brought, of each probe that is known."""
+        for probe in self._waiting:
+            probe.num_left -= 1
+        if step.probes and sampled.probed is not None:
+            places = dict(zip(step.decodes, sampled.probed.tolist(), strict=True))
+            drafts = [
+                (sequence, len(sequence.outputs) - len(tokens), places[sequence])
+                for sequence, tokens, _ in updates
+                if tokens and sequence in places
+            ]
+            self._waiting.append(_Probe(drafts, self._depth - 1))
+        while self._waiting and self._waiting[0].num_left <= 0:
+            yield Counter(self._brought(self._waiting.popleft().drafts))
+
+    def _brought(self, found: list[tuple[Sequence, int, list[int]]]) -> Iterator[Brought]:
+        """Left out are rows whose tokens are not all known, and those that a stop token or somebody ended."""
+        for sequence, first, drafts in found:
+            most, said = sequence.draft_depth(self._depth), sequence.outputs[first : first + self._depth]
+            right = 0
+            while right < min(most, len(said)) and drafts[right] == said[right]:
+                right += 1
+            is_decided = right == most or right < len(said)
+            if sequence.finish is FinishReason.LENGTH or (sequence.finish is None and is_decided):
+                yield right + 1, not is_decided
