@@ -75,6 +75,7 @@ class StepBuilder:
         prefills = planned.prefills
         decodes, longest, lengths = self._decoding(planned) if planned.decodes else (NO_ROWS, 0, None)
         updates, follows = self._updates.build(planned), self.last
+        ends = planned.sampling[len(planned.decodes) :]
         self._serial = self.last = serial = self._serial + 1
         return Step(
             planned.number,
@@ -84,7 +85,7 @@ class StepBuilder:
             longest,
             lengths,
             tuple(_prompt_chunk(one) for one in prefills),
-            needs_of(planned.sampling, self.honoured) if prefills else decodes.needs,
+            decodes.needs | needs_of(ends, self.honoured) if ends else decodes.needs,
             updates,
             serial,
             follows,

@@ -114,15 +114,15 @@ class Sequence:
     """What went wrong, for FinishReason.ERROR."""
     error_field: str = ""
     """The field of the request that is at fault, where one is."""
+    max_computed: int = field(init=False)
+    """Tokens whose keys and values it can ever need: those of the last output are never read."""
+
+    def __post_init__(self) -> None:
+        self.max_computed = len(self.request.prompt) + max(self.max_outputs, 1) - 1
 
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt)
-
-    @property
-    def max_computed(self) -> int:
-        """Tokens whose keys and values it can ever need: those of the last output are never read."""
-        return len(self.request.prompt) + max(self.max_outputs, 1) - 1
 
     @property
     def is_scored(self) -> bool:
@@ -202,9 +202,6 @@ class Sequence:
         the next token, or 0.
         """
         outputs, first = self.outputs, len(self.outputs)
-        if first + len(tokens) < self.max_outputs and self.stop_ids.isdisjoint(tokens) and min(tokens, default=0) >= 0:
-            outputs += tokens  # as most do
-            return tokens, None, 0
         for token in tokens:
             if token < 0:
                 return outputs[first:], None, token

@@ -23,6 +23,16 @@ class SamplingNeeds:
     states: bool = False
     """A request wants hidden states."""
 
+    def __or__(self, other: SamplingNeeds) -> SamplingNeeds:
+        """Those of both."""
+        return SamplingNeeds(
+            max(self.level, other.level),
+            self.logprobs or other.logprobs,
+            self.constrained or other.constrained,
+            self.masked or other.masked,
+            self.states or other.states,
+        )
+
     @property
     def is_detailed(self) -> bool:
         """Whether it needs tables as wide as the vocabulary, or tells more than tokens."""

@@ -62,7 +62,7 @@ class DecodeSet:
         running, low, per_step, exact = State.RUNNING, self._low, self._per_step, self._is_exact
         members: list[Sequence] = []
         needy: list[Sequence] = []
-        steps = [self._max_len]
+        fewest = self._max_len
         for sequence in self._members:
             if sequence.state is not running:
                 continue
@@ -71,18 +71,20 @@ class DecodeSet:
                 self._rows.leave(sequence, committed)
                 continue
             members.append(sequence)
-            headroom = sequence.capacity - sequence.num_computed
-            missing = left if exact else sequence.max_computed - sequence.num_computed
+            computed = sequence.num_computed
+            headroom = sequence.capacity - computed
+            missing = left if exact else sequence.max_computed - computed
             if headroom < missing:
                 # Sequences that run low get pages together with the first that must: so most steps change no table.
-                if headroom <= low and not self._rows.extend(sequence):
-                    needy.append(sequence)
-                headroom = sequence.capacity - sequence.num_computed
-            if exact:
-                steps.append(min(left, headroom))
-            elif headroom < missing:
-                steps.append(headroom // per_step)
-        self._members, self._steps_left = members, min(steps)
+                if headroom <= low:
+                    if not self._rows.extend(sequence):
+                        needy.append(sequence)
+                    headroom = sequence.capacity - computed
+            elif not exact:
+                continue
+            steps = headroom // per_step if not exact else left if left < headroom else headroom
+            fewest = min(fewest, steps)
+        self._members, self._steps_left = members, fewest
         self.is_short = bool(needy)
         return sorted(needy, key=_rank)
 

@@ -325,6 +325,7 @@ class Scheduler:
         """Correct the counts by what the device took, then append what the sequence takes of it."""
         updates, failed, decodes = list[Update](), list[Update](), len(step.decodes)
         width, fewest, tokens, end = step.tokens_per_row, fewest_of(step.tokens_per_row), sampled.tokens, 0
+        has_problem = min(tokens, default=0) < 0
         for sequence, count in zip(step.sampling, sampled.counts or (1,) * len(tokens), strict=True):
             first, end = end, end + count
             if decodes:
@@ -334,14 +335,21 @@ class Scheduler:
                 sequence.num_launched_outputs += count - fewest
             if sequence.finish is not None:
                 continue
-            taken, finish, problem = sequence.take(tokens[first:end])
+            taken, outputs = tokens[first:end], sequence.outputs
+            goes_on = len(outputs) + count < sequence.max_outputs and sequence.stop_ids.isdisjoint(taken)
+            if goes_on and not has_problem:  # as nearly all do, so that each line counts
+                if taken:
+                    outputs += taken
+                    updates.append((sequence, tuple(taken), None))
+                continue
+            taken, finish, problem = sequence.take(taken)
             if finish is not None:
                 self._close(sequence, finish)
             if taken:
-                self._generated_tokens += len(taken)
                 updates.append((sequence, tuple(taken), finish))
             if problem:
                 failed += self.fail(sequence, *problem_at(problem, sequence))
+        self._generated_tokens += sum(len(taken) for _, taken, _ in updates)
         return updates + failed
 
     def _check_order(self, step: ScheduledStep) -> None:

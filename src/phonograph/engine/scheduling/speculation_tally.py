@@ -64,6 +64,9 @@ class SpeculationTally:
         """By how much was drafted, and how much of it accepted."""
         self._plain: Counter[str] = Counter(dict.fromkeys(PLAIN_REASONS, 0))
         self._steps: dict[StepKind, int] = {"round": 0, "plain": 0}
+        self._decodes: tuple[Sequence, ...] = ()
+        self._depths: dict[Sequence, int] = {}
+        """Of these, how many drafts each takes at most."""
 
     def note(self, step: ScheduledStep, updates: Iterable[Update], sampled: Sampled) -> None:
         """What the commit of a step brought."""
@@ -71,17 +74,21 @@ class SpeculationTally:
             return
         kind = kind_of(step.tokens_per_row)
         self._steps[kind] += 1
+        if step.decodes is not self._decodes:
+            self._decodes = step.decodes
+            self._depths = {sequence: sequence.draft_depth(self._depth) for sequence in step.decodes}
+        depths, places = self._depths, step.tokens_per_row - 1
         # What was sampled of a step comes in the order of its decodes, then of its prompts.
-        said = repeat(self._depth) if sampled.drafted is None else sampled.drafted
-        rows, places = dict(zip(step.decodes, said, strict=False)), step.tokens_per_row - 1
-        seen, most = self._rounds, self._depth
+        said = repeat(places) if sampled.drafted is None else sampled.drafted
+        rows, seen, plain = dict(zip(step.decodes, said, strict=False)), self._rounds, "no_draft" if places else "cost"
         for update in updates:
             sequence, tokens, finish = update
             if not tokens or sequence not in rows:
                 continue
-            verified = min(sequence.draft_depth(most), rows[sequence], places)
+            depth = depths[sequence]
+            verified = min(rows[sequence], depth, places)
             if not verified:
-                self._plain[self._reason(sequence, places)] += 1
+                self._plain[plain if depth else "request" if sequence.constraint is None else "grammar"] += 1
                 continue
             drafted, accepted = verified, len(tokens) - 1
             if finish is not None or sequence.max_outputs - len(sequence.outputs) <= verified:
@@ -89,12 +96,6 @@ class SpeculationTally:
             seen[drafted, accepted] += 1
             sequence.num_drafted += drafted
             sequence.num_accepted += accepted
-
-    def _reason(self, sequence: Sequence, places: int) -> str:
-        """Why none of a row's drafts was verified, in a step with so many places for them."""
-        if sequence.draft_depth(self._depth):
-            return "no_draft" if places else "cost"
-        return "request" if sequence.constraint is None else "grammar"
 
     @property
     def counts(self) -> SpeculationCounts:
