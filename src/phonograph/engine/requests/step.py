@@ -42,6 +42,13 @@ class Chunk:
     num_stated: int = 0
     """Of how many of its first tokens hidden states are wanted."""
 
+    @classmethod
+    def of(cls, sequence: Sequence, start: int, stop: int, *, samples: bool, enters: bool) -> Chunk:
+        """The tokens from `start` up to `stop`, and all that is wanted of them."""
+        known, targets = sequence.tokens(start, stop), sequence.targets(start, stop)
+        part, num_stated = sequence.pooled_part(start, stop), sequence.num_stated(start, stop)
+        return cls(sequence, start, known, samples, enters, targets, part, num_stated)
+
     @property
     def is_end(self) -> bool:
         """Whether the prompt ends with it, and nothing is sampled after that."""

@@ -15,7 +15,7 @@ from phonograph.engine.requests.sequence import Sequence, State
 from phonograph.engine.requests.step import Chunk, Sampled, ScheduledStep, Update, problem_at
 from phonograph.engine.scheduling.admission import sequences_of
 from phonograph.engine.scheduling.catching_up import CatchingUp
-from phonograph.engine.scheduling.counts import Counts
+from phonograph.engine.scheduling.counts import Counts, Totals
 from phonograph.engine.scheduling.decode_set import DecodeSet
 from phonograph.engine.scheduling.queue import WaitingQueue
 from phonograph.engine.scheduling.step_budget import StepBudget
@@ -59,8 +59,7 @@ class Scheduler:
         self._in_flight: deque[ScheduledStep] = deque()
         self._launched = self._committed = self._serial = self._prefill_streak = 0
         self._next_deadline = math.inf
-        self._preemptions = self._prefix_lookup_tokens = self._prefix_hit_tokens = 0
-        self._prompt_tokens = self._prefill_tokens = self._generated_tokens = 0
+        self._totals = Totals()
 
     # -- the life of a request ------------------------------------------------------------------------------------
 
@@ -152,15 +151,14 @@ class Scheduler:
             return None
         self._launched = number = self._launched + 1
         most, probes = self.width.of(decodes)
-        fewest, catches_up = fewest_of(most), self._catching_up.is_due(most, decodes, probes=probes)
+        fewest, reads = fewest_of(most), self._catching_up.is_due(most, decodes, probes=probes)
         for sequence in decodes:
             sequence.num_computed += most
             sequence.num_launched_outputs += fewest
             sequence.last_step = number
         name, pages = self.passes.with_prefills(chunks) if chunks else self.passes.decodes, self.rows.page_updates()
-        step = ScheduledStep(
-            number, decodes, tuple(chunks), pages, most, pass_name=name, catches_up=catches_up, probes=probes
-        )
+        parts = decodes, tuple(chunks), pages
+        step = ScheduledStep(number, *parts, most, pass_name=name, catches_up=reads, probes=probes)
         self._in_flight.append(step)
         return step
 
@@ -197,7 +195,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a sequence back to the queue; it will be computed again from its prompt and its outputs."""
-        self._preemptions += 1
+        self._totals.preemptions += 1
         sequence.state = State.WAITING
         if self.rows.leave(sequence, self._committed):
             self._waiting.push(sequence)
@@ -228,11 +226,11 @@ class Scheduler:
         self._waiting.discard(sequence)
         self._prefills.append(sequence)
         is_looked_for = sequence.request.pooling is None and not sequence.places_per_token
-        self._prefix_lookup_tokens += sequence.prefill_end if is_looked_for else 0
-        self._prefix_hit_tokens += sequence.num_computed
+        self._totals.prefix_lookup_tokens += sequence.prefill_end if is_looked_for else 0
+        self._totals.prefix_hit_tokens += sequence.num_computed
         if not sequence.last_step:
             sequence.num_cached = sequence.num_computed
-            self._prompt_tokens += sequence.num_prompt if sequence.index == 0 else 0
+            self._totals.prompt_tokens += sequence.num_prompt if sequence.index == 0 else 0
         sequence.state = State.RUNNING
         return sequence
 
@@ -241,15 +239,12 @@ class Scheduler:
         stop = min(start + min(budget.room(sequence), self.limits.max_chunk), sequence.prefill_end)
         sequence.num_computed = stop
         sequence.last_step = self._launched + 1
-        self._prefill_tokens += stop - start
+        self._totals.prefill_tokens += stop - start
         samples = stop == sequence.prefill_end and sequence.max_outputs > 0
         if samples:
             sequence.num_launched_outputs += 1
             self._decodes.join(sequence)
-        known, targets = sequence.tokens(start, stop), sequence.targets(start, stop)
-        part = sequence.pooled_part(start, stop)
-        num_stated = sequence.num_stated(start, stop)
-        return budget.spent_on(Chunk(sequence, start, known, samples, enters, targets, part, num_stated))
+        return budget.spent_on(Chunk.of(sequence, start, stop, samples=samples, enters=enters))
 
     # -- commit ---------------------------------------------------------------------------------------------------
 
@@ -292,7 +287,7 @@ class Scheduler:
         self._committed = step.number
         for sequence in dict.fromkeys((*step.sequences, *self._decodes, *self._prefills)):
             if sequence.state is State.RUNNING:
-                self._preemptions += 1
+                self._totals.preemptions += 1
                 sequence.state = State.WAITING
                 self.rows.forget(sequence)
                 self._waiting.push(sequence)
@@ -318,7 +313,7 @@ class Scheduler:
             elif len(outputs) >= sequence.max_outputs:
                 self._close(sequence, FinishReason.LENGTH)
             updates.append((sequence, (token,), sequence.finish))
-        self._generated_tokens += len(updates)
+        self._totals.generated_tokens += len(updates)
         return updates + failed
 
     def _take_several(self, step: ScheduledStep, sampled: Sampled) -> list[Update]:
@@ -335,21 +330,19 @@ class Scheduler:
                 sequence.num_launched_outputs += count - fewest
             if sequence.finish is not None:
                 continue
-            taken, outputs = tokens[first:end], sequence.outputs
+            taken, outputs, finish, problem = tokens[first:end], sequence.outputs, None, 0
             goes_on = len(outputs) + count < sequence.max_outputs and sequence.stop_ids.isdisjoint(taken)
             if goes_on and not has_problem:  # as nearly all do, so that each line counts
-                if taken:
-                    outputs += taken
-                    updates.append((sequence, tuple(taken), None))
-                continue
-            taken, finish, problem = sequence.take(taken)
+                outputs += taken
+            else:
+                taken, finish, problem = sequence.take(taken)
             if finish is not None:
                 self._close(sequence, finish)
             if taken:
                 updates.append((sequence, tuple(taken), finish))
             if problem:
                 failed += self.fail(sequence, *problem_at(problem, sequence))
-        self._generated_tokens += sum(len(taken) for _, taken, _ in updates)
+        self._totals.generated_tokens += sum(len(taken) for _, taken, _ in updates)
         return updates + failed
 
     def _check_order(self, step: ScheduledStep) -> None:
@@ -388,12 +381,7 @@ class Scheduler:
             cached_pages=pages.prefixes.num_pages,
             used_pages=pages.num_used,
             steps=self._launched,
-            prompt_tokens=self._prompt_tokens,
-            prefill_tokens=self._prefill_tokens,
-            generated_tokens=self._generated_tokens,
-            preemptions=self._preemptions,
-            prefix_lookup_tokens=self._prefix_lookup_tokens,
-            prefix_hit_tokens=self._prefix_hit_tokens,
+            **vars(self._totals),
         )
 
     def integrity(self) -> None:
