@@ -88,7 +88,7 @@ class Scripted:
     def of(self, decodes: Any) -> Planned:
         return Planned(self.width)
 
-    def took(self, step: Any, updates: Any, sampled: Any) -> None:
+    def took(self, step: Any, updates: Any, probed: Any) -> None:
         pass
 
 

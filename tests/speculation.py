@@ -156,7 +156,7 @@ class Switching:
         width = self.widths[self.calls // self.every % len(self.widths)]
         return Planned(width, bool(self.probes) and width == 1 and self.calls % self.probes == 0)
 
-    def took(self, step: Any, updates: Any, sampled: Any) -> None:
+    def took(self, step: Any, updates: Any, probed: Any) -> None:
         pass
 
 

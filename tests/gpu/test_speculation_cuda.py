@@ -112,7 +112,7 @@ class PlainSteps:
     def of(self, decodes: Any) -> Planned:
         return Planned(1)
 
-    def took(self, step: Any, updates: Any, sampled: Any) -> None:
+    def took(self, step: Any, updates: Any, probed: Any) -> None:
         """Whatever it was."""
 
 
@@ -165,7 +165,7 @@ class Stretches:
         self.width = DEPTH + 1 if self._calls % (self._plain + 2) < 2 else 1
         return Planned(self.width)
 
-    def took(self, step: Any, updates: Any, sampled: Any) -> None:
+    def took(self, step: Any, updates: Any, probed: Any) -> None:
         pass
 
 

@@ -17,6 +17,7 @@ from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import Sampled, ScheduledStep, Update
 from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.acceptance import Acceptance
+from phonograph.engine.scheduling.probes import Probes
 from phonograph.engine.scheduling.step_width import Planned, WhereDrafted, WherePaid
 
 SIZES = (1, 4, 16, 64)
@@ -53,6 +54,7 @@ class Simulation:
         self.widths: Counter[int] = Counter()
         self.probes = 0
         self._depth = max(costs.widths) - 1
+        self._probes = Probes(self._depth)
         self._in_flight: deque[tuple[ScheduledStep, list[int], Sampled]] = deque()
         self._drafted, self._last = 99, 99
 
@@ -94,7 +96,7 @@ class Simulation:
         for sequence, count in zip(step.decodes, counts, strict=True):
             sequence.outputs.extend((TOKEN,) * count)
             updates.append((sequence, (TOKEN,) * count, None))
-        self.policy.took(step, updates, sampled)
+        self.policy.took(step, updates, list(self._probes.took(step, updates, sampled)))
 
 
 TOKEN = 5
@@ -116,8 +118,6 @@ def always(number: int) -> int:
 
 PROBED = {1: 1.007, 4: 1.0065, 16: 1.006, 64: 1.006}
 """What probes may cost of 512 steps, by rows: the rest of two percent is for what plain steps leave to the drafter."""
-AFFORDED = 1.4
-"""In plain steps, what the drafter may take before a probe; one that takes more is asked once, and seldom again."""
 
 
 @settings(deadline=None, max_examples=150)
@@ -129,7 +129,7 @@ def test_a_drafter_that_is_always_wrong_costs_little(
 ) -> None:
     """Drafts are compared with what comes, so that no round is run for them."""
     found = simulated(linear(ratio, width, halves=halves), lag, num_rows)
-    most = PROBED[num_rows] if found.costs.to_catch_up(num_rows) <= AFFORDED else 1.008
+    most = PROBED[num_rows] if found.costs.to_catch_up(num_rows) <= 1.4 else PROBED[1]
     assert found.run(512, never) <= most
     assert found.run(512, never) <= most, "probes of any later sequence"
     assert found.run(2000, never) <= 1.005, "later sequences know it already"
@@ -329,7 +329,7 @@ def test_rows_that_take_no_drafts() -> None:
 
 def ended(policy: WherePaid, right: Callable[[int], int], max_outputs: int, answers: int) -> int:
     """How many of the steps of answers of so many tokens were rounds; `right` drafts of each are right."""
-    number = rounds = 0
+    number, rounds, probes_made = 0, 0, Probes(3)
     for _ in range(answers):
         decodes, left = rows(1), max_outputs - 1
         while left:
@@ -342,7 +342,8 @@ def ended(policy: WherePaid, right: Callable[[int], int], max_outputs: int, answ
             decodes[0].outputs.extend((TOKEN,) * count)
             decodes[0].finish = finish = None if left else FinishReason.LENGTH
             sampled = Sampled([], probed=np.array([found])) if probes else Sampled([])
-            policy.took(step, [(decodes[0], (TOKEN,) * count, finish)], sampled)
+            updates: list[Update] = [(decodes[0], (TOKEN,) * count, finish)]
+            policy.took(step, updates, list(probes_made.took(step, updates, sampled)))
     return rounds
 
 

@@ -273,6 +273,8 @@ def test_speculation_is_exposed() -> None:
     assert found is not None
     assert value(text, "spec_decode_num_drafts_total") == found.rounds
     assert value(text, "spec_decode_round_tokens_total") == found.tokens
+    assert value(text, "spec_decode_num_probes_total") == found.probed > 0
+    assert value(text, "spec_decode_probe_tokens_total") == found.probed_tokens > found.probed
     for place in range(3):
         at = {"position": f"{place}"}
         assert value(text, "spec_decode_num_draft_tokens_per_pos_total", **at) == found.drafted[place]

@@ -143,7 +143,7 @@ class Turns:
         self.calls += 1
         return Planned(1 if self.calls % 4 else self.most)
 
-    def took(self, step: Any, updates: Any, sampled: Any) -> None:
+    def took(self, step: Any, updates: Any, probed: Any) -> None:
         pass
 
 

@@ -72,7 +72,7 @@ class InTurn:
         self.calls += 1
         return Planned(1 if self.plain and self.calls % 3 else self.most)
 
-    def took(self, step: Any, updates: Any, sampled: Any) -> None:
+    def took(self, step: Any, updates: Any, probed: Any) -> None:
         self.drafts = step.tokens_per_row > 1
 
 

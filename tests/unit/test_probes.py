@@ -19,12 +19,14 @@ from drafters import engine, every_drafter, made
 from mixed_steps import DEPTH
 from phonograph import LLM, EngineOptions, SamplingParams
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.core import EngineCore
+from phonograph.engine.execution.executor import Executor
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.drafting import Drafting
 from phonograph.engine.passes.registry import DRAFT_EXTEND, PREFILL, TARGET_VERIFY
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Sampled, ScheduledStep, Update
+from phonograph.engine.requests.step import Sampled, ScheduledStep
 from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.probes import Probes
 from phonograph.engine.scheduling.step_width import Planned, WherePaid
@@ -39,20 +41,34 @@ def drafting(request: pytest.FixtureRequest, tmp_path: Path) -> Drafting:
 
 
 @dataclass
-class Watched(Switching):
-    """Plain steps, of which some are probes; keeps what came of these."""
+class Watched:
+    """An engine whose steps are plain, of which some are probes; what came of these."""
 
-    widths: Any = (1,)
-    probes: int = 2
-    found: list[tuple[ScheduledStep, list[Update], np.ndarray[Any, Any]]] = field(default_factory=list)
+    core: EngineCore[Executor]
+    widths: tuple[int, ...] = (1,)
+    every: int = 2
+    """Of plain steps."""
+    found: list[tuple[ScheduledStep, np.ndarray[Any, Any]]] = field(default_factory=list)
     missing: int = 0
     """Probes of which no drafts came."""
+    brought: Counter[tuple[int, bool]] = field(default_factory=Counter)
 
-    def took(self, step: Any, updates: Any, sampled: Any) -> None:
-        assert step.probes or sampled.probed is None
-        if step.probes and sampled.probed is not None:
-            self.found.append((step, list(updates), sampled.probed))
-        self.missing += step.probes and sampled.probed is None
+    def __post_init__(self) -> None:
+        self.core.scheduler.width = Switching(self.widths, probes=self.every)
+        tally = self.core.speculation
+        note = tally.note
+
+        def noting(step: ScheduledStep, updates: Any, sampled: Sampled) -> list[Counter[tuple[int, bool]]]:
+            assert step.probes or sampled.probed is None
+            if step.probes and sampled.probed is not None:
+                self.found.append((step, sampled.probed))
+            self.missing += step.probes and sampled.probed is None
+            probed = note(step, updates, sampled)
+            for counts in probed:
+                self.brought += counts
+            return probed
+
+        tally.note = noting  # type: ignore[method-assign]
 
 
 # -- in engines -------------------------------------------------------------------------------------------------
@@ -65,13 +81,12 @@ class Watched(Switching):
 def test_tokens_are_those_of_plain_decoding(drafting: Drafting, backend: str) -> None:
     """Probes among prompts too, rounds between them, and second turns."""
     core = engine(drafting, backend)
-    core.scheduler.width = Watched((1, 1, 1, DEPTH + 1, 1))
+    watched = Watched(core, (1, 1, 1, DEPTH + 1, 1))
     driver = Driver(core)
     check(driver.run(REQUESTS))
     check(driver.run(REQUESTS[::-1]))
-    found = core.scheduler.width.found
-    assert any(step.prefills for step, _, _ in found)
-    assert all(probed.shape == (len(step.decodes), DEPTH) for step, _, probed in found)
+    assert any(step.prefills for step, _ in watched.found)
+    assert all(probed.shape == (len(step.decodes), DEPTH) for step, probed in watched.found)
     if backend != "disabled":
         assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
 
@@ -83,7 +98,7 @@ def test_a_round_in_the_place_of_the_plain_step_would_have_verified_the_same(
 ) -> None:
     """What comes back is what the table has when the step is launched."""
     core = engine(drafting, max_ahead=max_ahead)
-    core.scheduler.width = watched = Watched(probes=3)
+    watched = Watched(core, every=3)
     tables, launch, seen = core.executor.tables, core.executor.launch, dict[int, list[list[int]]]()
 
     def noting(step: Any) -> Any:
@@ -95,25 +110,16 @@ def test_a_round_in_the_place_of_the_plain_step_would_have_verified_the_same(
     core.executor.launch = noting  # type: ignore[method-assign]
     check(Driver(core).run(REQUESTS[:6]))
     assert len(watched.found) > 5
-    assert {step.number: probed.tolist() for step, _, probed in watched.found} == seen
+    assert {step.number: probed.tolist() for step, probed in watched.found} == seen
 
 
 @pytest.mark.parametrize("spoiled", [0, 100])
 def test_what_is_compared_is_what_rounds_would_have_brought(spoiled: int) -> None:
     """Of a drafter that is always right all drafts are, and of one that is always wrong none."""
     core = speculating(oracle(DEPTH, spoiled), "disabled", prefix_cache=False)
-    found = Counter[tuple[int, bool]]()
-    probes = Probes(DEPTH)
-
-    @dataclass
-    class Counting(Watched):
-        def took(self, step: Any, updates: Any, sampled: Any) -> None:
-            if step.decodes:
-                for counts in probes.took(step, updates, sampled):
-                    found.update(counts)
-
-    core.scheduler.width = Counting(probes=3)
+    watched = Watched(core, every=3)
     check(Driver(core).run([(prompt, GREEDY) for prompt in PROMPTS]))
+    found = watched.brought
     whole, cut_off = (sum(rows for (_, cut), rows in found.items() if cut == is_cut) for is_cut in (False, True))
     assert whole > 10
     if spoiled:
@@ -121,12 +127,15 @@ def test_what_is_compared_is_what_rounds_would_have_brought(spoiled: int) -> Non
     else:
         assert {brought for brought, is_cut_off in found if not is_cut_off} == {DEPTH + 1}
         assert cut_off, "ends of answers, by max_tokens"
+    counts = core.speculation.counts
+    assert (counts.probed, counts.probed_tokens) == (found.total(), sum(one * rows for (one, _), rows in found.items()))
+    assert f"tokens a round by {counts.probed:,} probes in plain steps" in str(counts)
 
 
 @every_drafter
 def test_a_probe_is_one_more_launch(drafting: Drafting) -> None:
     core = engine(drafting, reserve_tokens=MAX_LEN)
-    core.scheduler.width = Watched(probes=1)
+    Watched(core, every=1)
     core.add(Request("a", PROMPTS[0], SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)))
     for _ in range(4):
         core.step()
@@ -142,12 +151,12 @@ def test_a_probe_is_one_more_launch(drafting: Drafting) -> None:
 def test_all_rows_have_places_for_their_drafts(drafting: Drafting) -> None:
     """Among prompts that end, too: the step has as many tokens as rows, and each of its decodes all drafts."""
     core = engine(drafting, max_ahead=0)
-    core.scheduler.width = watched = Watched(probes=1)
+    watched = Watched(core, every=1)
     asked = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     check(Driver(core, every=1).run([(prompt, asked) for prompt in PROMPTS]))
-    assert max(len(step.sampling) for step, _, _ in watched.found) == core.scheduler.limits.max_seqs
-    assert max(len(probed) for _, _, probed in watched.found) == core.scheduler.limits.max_seqs
-    assert any(len(step.decodes) < len(step.sampling) == 4 for step, _, _ in watched.found)
+    assert max(len(step.sampling) for step, _ in watched.found) == core.scheduler.limits.max_seqs
+    assert max(len(probed) for _, probed in watched.found) == core.scheduler.limits.max_seqs
+    assert any(len(step.decodes) < len(step.sampling) == 4 for step, _ in watched.found)
 
 
 @pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
@@ -155,7 +164,7 @@ def test_a_pass_that_raises_costs_the_probe_and_no_token(
     drafting: Drafting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     core = engine(drafting, "disabled")
-    core.scheduler.width = watched = Watched()
+    watched = Watched(core)
 
     def run(batch: Any) -> object:
         raise RuntimeError("no memory to read")
@@ -169,7 +178,7 @@ def test_a_pass_that_raises_costs_the_probe_and_no_token(
 
 def test_a_step_that_is_tried_row_by_row_has_no_probe() -> None:
     core = speculating(oracle(DEPTH, 50), "disabled", max_ahead=1)
-    core.scheduler.width = watched = Watched()
+    watched = Watched(core)
     launch, failures = core.executor.launch, iter((False,) * 9 + (True,) + (False,) * 999)
 
     def failing(step: Any) -> Any:
@@ -315,3 +324,18 @@ def test_the_policy_probes_by_its_credit() -> None:
     assert len(probed) == pytest.approx((2.0 + 0.003 * 1000) / 0.5, abs=2)
     barred = (sequence([], speculate=False),)
     assert {policy.of(barred) for _ in range(200)} == {Planned(1)}
+
+
+def test_a_dear_probe_is_made_at_once_or_never() -> None:
+    """One that costs more than the stake comes first and seldom again; one that is over what may be lost is not made,
+    and the policy says so."""
+    limits, decodes = speculating(oracle(3, 0), "disabled").scheduler.limits, (sequence([]),)
+    dear = WherePaid(limits, StepCosts((1,), {4: (3.9,)}, (3.0,)))
+    probed = [number for number in range(1500) if dear.of(decodes).probes]
+    assert probed[0] == 0
+    assert 900 < probed[1] < 1100
+    assert "never" not in str(dear)
+    never = WherePaid(limits, StepCosts((1, 2), {4: (3.9, 3.9)}, (4.0, 1.0)))
+    assert not any(never.of(decodes).probes for _ in range(3000))
+    assert str(never).endswith("; never at 1 rows: drafting alone takes over 3.5 plain steps)")
+    assert never.of((*decodes, sequence([]))).probes

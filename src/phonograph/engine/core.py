@@ -161,8 +161,8 @@ class EngineCore(Generic[E]):
         scored = self._take_in(step, sampled) if step.prefills else ()
         updates = self.scheduler.commit(step, sampled)
         if self.scheduler.limits.tokens_per_row > 1:
-            self.speculation.note(step, updates, sampled)
-            self.scheduler.width.took(step, updates, sampled)
+            probed = self.speculation.note(step, updates, sampled)
+            self.scheduler.width.took(step, updates, probed)
         for place, (sequence, tokens, finish) in enumerate(list(updates)):
             if sequence.constraint is not None and tokens and finish is None:
                 followed, ended = self._follow(sequence, tokens)

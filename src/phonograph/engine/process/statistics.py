@@ -128,6 +128,10 @@ class SpeculationStats(msgspec.Struct, frozen=True):
     """Steps with sequences that decode, by kind: `round` or `plain`."""
     times: dict[str, PassTimeStats]
     """Device time of such steps, those with prompts left out, by kind; of a kind that there was."""
+    probed: int = 0
+    """Sequences whose drafts were compared with the tokens of plain steps."""
+    probed_tokens: int = 0
+    """Tokens that rounds would have brought these, the target's own included."""
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -195,6 +199,8 @@ def _speculation_stats(core: EngineCore[Executor]) -> SpeculationStats:
         dict(found.plain),
         dict(found.steps.items()),
         {kind: PassTimeStats(*time) for kind, time in round_times(core.executor).items()},
+        found.probed,
+        found.probed_tokens,
     )
 
 

@@ -10,6 +10,8 @@ from itertools import repeat
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import Sampled, ScheduledStep, StepKind, Update, kind_of
+from phonograph.engine.scheduling.acceptance import Brought
+from phonograph.engine.scheduling.probes import Probes
 
 PLAIN_REASONS: Mapping[str, str] = {
     "grammar": "a grammar, or forbidden words of several tokens",
@@ -37,6 +39,10 @@ class SpeculationCounts:
     """Steps in which a row decoded one token, by reason."""
     steps: Mapping[StepKind, int] = field(default_factory=dict)
     """Steps with rows that decode."""
+    probed: int = 0
+    """Rows whose drafts were compared with the tokens of plain steps; with or without a draft."""
+    probed_tokens: int = 0
+    """Tokens that rounds would have brought these, the target's own included; up to where a limit cut them off."""
 
     @property
     def tokens_per_round(self) -> float:
@@ -48,9 +54,11 @@ class SpeculationCounts:
         plain = ", ".join(f"{count:,} by {name} ({PLAIN_REASONS[name]})" for name, count in self.plain.items() if count)
         steps, rounds = sum(self.steps.values()), self.steps.get("round", 0)
         brought = f"{self.tokens_per_round:.2f} tokens a round over {self.rounds:,} rounds"
+        each = f"{self.probed_tokens / max(1, self.probed):.2f} tokens a round by {self.probed:,} probes in plain steps"
         return (
             f"{f'{brought}; accepted by position: {places}' if self.rounds else 'no drafts verified yet'}"
             f"{f'; decoded plainly: {plain}' if plain else ''}"
+            f"{f'; {each}' if self.probed else ''}"
             f"{f'; {rounds / steps:.0%} of {steps:,} steps were rounds' if steps else ''}"
         )
 
@@ -64,14 +72,22 @@ class SpeculationTally:
         """By how much was drafted, and how much of it accepted."""
         self._plain: Counter[str] = Counter(dict.fromkeys(PLAIN_REASONS, 0))
         self._steps: dict[StepKind, int] = {"round": 0, "plain": 0}
+        self._probes, self._probed = Probes(depth), Counter[Brought]()
         self._decodes: tuple[Sequence, ...] = ()
         self._depths: dict[Sequence, int] = {}
         """Of these, how many drafts each takes at most."""
 
-    def note(self, step: ScheduledStep, updates: Iterable[Update], sampled: Sampled) -> None:
-        """What the commit of a step brought."""
+    def note(self, step: ScheduledStep, updates: Iterable[Update], sampled: Sampled) -> list[Counter[Brought]]:
+        """What the commit of a step brought; returns what rounds would have, of each probe that ends with it."""
         if not step.decodes:
-            return
+            return []
+        probed = list(self._probes.took(step, updates, sampled))
+        for counts in probed:
+            self._probed += counts
+        self._note_rows(step, updates, sampled)
+        return probed
+
+    def _note_rows(self, step: ScheduledStep, updates: Iterable[Update], sampled: Sampled) -> None:
         kind = kind_of(step.tokens_per_row)
         self._steps[kind] += 1
         if step.decodes is not self._decodes:
@@ -108,6 +124,8 @@ class SpeculationTally:
             accepted=tuple(sum(count for (_, accepted), count in found if accepted > place) for place in places),
             plain=dict(self._plain),
             steps=dict(self._steps),
+            probed=self._probed.total(),
+            probed_tokens=sum(brought * rows for (brought, _), rows in self._probed.items()),
         )
 
 

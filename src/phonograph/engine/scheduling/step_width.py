@@ -10,16 +10,17 @@ from typing import NamedTuple, Protocol
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Sampled, ScheduledStep, Update
+from phonograph.engine.requests.step import ScheduledStep, Update
 from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.acceptance import Acceptance, Brought
-from phonograph.engine.scheduling.probes import Probes
 
 _STAKE, _LEAST_STAKE, _STAKE_BY_DOUBLING = 2.0, 1.5, 0.125
 """The time, in plain steps, that probes of one row may take at first, should nothing be drafted right; that of sixteen
 rows or more, of which one tells as much as many of one row; and how much less it is for twice the rows."""
 _PROBE_SHARE = 0.003
 """Of the time of all steps, what further probes may take."""
+_DEAREST = 3.5
+"""In plain steps, what a probe may cost: one of 512 steps, and no more than that is lost by it."""
 _LAUNCH_PRICE = 0.1
 """Of a probe, besides what the drafter does: a launch, two loads, and a copy to the host. With a small model; with a
 large one it is less."""
@@ -54,8 +55,8 @@ class StepWidth(Protocol):
         """For a step with these decodes."""
         ...
 
-    def took(self, step: ScheduledStep, updates: Collection[Update], sampled: Sampled) -> None:
-        """What the commit of a step brought."""
+    def took(self, step: ScheduledStep, updates: Collection[Update], probed: Collection[Counter[Brought]]) -> None:
+        """What the commit of a step brought, and what rounds would have brought, of each probe that ends with it."""
         ...
 
 
@@ -74,7 +75,7 @@ class WhereDrafted:
             self._decodes, self._planned = decodes, Planned(self._most if is_drafted else 1)
         return self._planned
 
-    def took(self, step: ScheduledStep, updates: Collection[Update], sampled: Sampled) -> None:
+    def took(self, step: ScheduledStep, updates: Collection[Update], probed: Collection[Counter[Brought]]) -> None:
         """Stateless: nothing to record."""
 
     def __str__(self) -> str:
@@ -92,13 +93,13 @@ class WherePaid:
         depth = limits.tokens_per_row - 1
         self._drafted = WhereDrafted(limits)
         self._costs = costs
-        self._acceptance, self._probes = Acceptance(depth), Probes(depth)
+        self._acceptance = Acceptance(depth)
         self._width = 1
         """That of steps which are no probes."""
         self._last = 1
         """The width of the last step with decodes."""
-        self._credit = _STAKE
-        """The time, in plain steps, that probes may take."""
+        self._credit = _DEAREST
+        """The time, in plain steps, that probes may take: no more than the stake of the rows that there are, or one."""
         self._apart = depth
         """Steps between two probes at least: what one shows is known after so many."""
         self._num_since = self._apart
@@ -137,12 +138,16 @@ class WherePaid:
         self._wide_left, self._num_since = 0, self._num_since + 1
         is_due = self._num_since > self._apart and self._last == 1
         can_pay = any(ratio < width for width, ratio in ratios.items() if width > 1)
-        price = _LAUNCH_PRICE + self._costs.to_catch_up(num_rows)
-        if not self._affords(price, ratios[1], stake_of(num_rows)) or not is_due or not can_pay:
+        price = self._price(num_rows)
+        if price > _DEAREST or not self._affords(price, ratios[1], stake_of(num_rows)) or not is_due or not can_pay:
             return Planned(1)
         self._credit -= price
         self._num_since = 0
         return Planned(1, probes=True)
+
+    def _price(self, num_rows: int) -> float:
+        """Of a probe, in plain steps."""
+        return _LAUNCH_PRICE + self._costs.to_catch_up(num_rows)
 
     def _round(self, ratios: dict[int, float], stake: float) -> Planned:
         """A round of the width in use, or now and then some of the widest, to see what these bring by now."""
@@ -164,13 +169,13 @@ class WherePaid:
         self._credit = min(max(stake, price), self._credit + _PROBE_SHARE * step)
         return self._credit >= price
 
-    def took(self, step: ScheduledStep, updates: Collection[Update], sampled: Sampled) -> None:
+    def took(self, step: ScheduledStep, updates: Collection[Update], probed: Collection[Counter[Brought]]) -> None:
         """Of rounds that a limit on the output cut off it is known that they would have brought so much at least; those
         with a stop token are left out."""
         if not step.decodes:
             return
         width = step.tokens_per_row
-        for counts in self._probes.took(step, updates, sampled):
+        for counts in probed:
             self._acceptance.note_probe(counts)
         counts = Counter[Brought](_brought(step, updates)) if width > 1 else Counter[Brought]()
         self._acceptance.note(width, counts, catches_up=step.catches_up)
@@ -184,7 +189,9 @@ class WherePaid:
                 self._width, self._lost = 1, 0.0
 
     def __str__(self) -> str:
-        return f"where that pays (a round costs, by rows: {self._costs})"
+        dear = [f"{size}" for size in self._costs.sizes if self._price(size) > _DEAREST]
+        never = f"; never at {', '.join(dear)} rows: drafting alone takes over {_DEAREST} plain steps" if dear else ""
+        return f"where that pays (a round costs, by rows: {self._costs}{never})"
 
 
 def _brought(step: ScheduledStep, updates: Iterable[Update]) -> Iterator[Brought]:

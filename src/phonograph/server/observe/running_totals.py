@@ -85,6 +85,8 @@ def _add_speculation(old: SpeculationStats, new: SpeculationStats) -> Speculatio
         {reason: old.plain.get(reason, 0) + count for reason, count in new.plain.items()},
         {kind: old.steps.get(kind, 0) + count for kind, count in new.steps.items()},
         {kind: _add_times(old.times.get(kind), new.times.get(kind)) for kind in {**old.times, **new.times}},
+        old.probed + new.probed,
+        old.probed_tokens + new.probed_tokens,
     )
 
 

@@ -48,7 +48,8 @@ class Card {
     const [reasons, body] = table("Reasons of plain steps", ["reason", "steps", "meaning"], "reasons");
     [this.reasons, this.plain] = [reasons, body];
     this.none = make("p", "muted", "None.");
-    holder.append(make("h3", "", "Plain steps of sequences"), this.none, reasons);
+    this.probes = make("p", "more num probes");
+    holder.append(make("h3", "", "Plain steps of sequences"), this.none, reasons, this.probes);
     return holder;
   }
 
@@ -87,7 +88,10 @@ class Card {
     });
   }
 
-  showPlain({ plain }) {
+  showPlain({ plain, probed, probed_tokens: tokens }) {
+    const brought = probed ? `${count(probed)} probes: drafts would have brought ${(tokens / probed).toFixed(2)} tokens a round` : "";
+    this.probes.hidden = !probed;
+    write(this.probes, brought);
     const found = Object.entries(plain).filter(([, steps]) => steps).sort(([, one], [, other]) => other - one);
     this.none.hidden = found.length > 0;
     this.reasons.hidden = !found.length;
