@@ -107,13 +107,63 @@ def test_a_plain_step_with_prompts_leaves_states_and_drafts_nothing(tmp_path: Pa
 
 
 class PlainSteps:
-    """The protocol `StepWidth`: no rounds."""
+    """The protocol `StepWidth`: no rounds; drafts before each step on request."""
+
+    def __init__(self, *, probes: bool = False) -> None:
+        self._planned = Planned(1, probes)
 
     def of(self, decodes: Any) -> Planned:
-        return Planned(1)
+        return self._planned if decodes else Planned(1)
 
     def took(self, step: Any, updates: Any, probed: Any) -> None:
         """Whatever it was."""
+
+
+def expect_probes(llm: LLM) -> None:
+    """Drafts before plain steps come back as the tables have them when the step is launched; one launch more, and
+    nothing is allocated for it."""
+    core, tables, note, launch = llm.core, llm.executor.tables, llm.core.speculation.note, llm.executor.launch
+    core.scheduler.width, runners = PlainSteps(probes=True), llm.executor.runners
+    for number, prompt in enumerate(PROMPTS):
+        core.add(Request(f"{number}", prompt, replace(GREEDY, max_tokens=120)))
+    for _ in range(8):
+        core.step()
+    is_cuda = llm.device.torch_device.type == "cuda"
+    held = torch.cuda.memory_stats()["allocation.all.allocated"] if is_cuda else 0
+    before = runners[DRAFT_EXTEND.name].stats.replays.total()
+    for _ in range(20):
+        core.step()
+    assert runners[DRAFT_EXTEND.name].stats.replays.total() == before + 20
+    if is_cuda:
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == held, "nothing is allocated"
+    seen, found = dict[int, list[Any]](), dict[int, list[Any]]()
+
+    def launching(step: Any) -> Any:
+        launched = launch(step)
+        if step.probes:
+            seen[step.number] = tables["draft"].view(-1, DEPTH)[step.decodes.rows].tolist()
+        return launched
+
+    def noting(step: Any, updates: Any, sampled: Any) -> Any:
+        if step.probes:
+            found[step.number] = sampled.probed.tolist()
+        return note(step, updates, sampled)
+
+    llm.executor.launch, core.speculation.note = launching, noting  # type: ignore[method-assign]
+    while not core.is_idle:
+        core.step()
+    del seen[max(seen)]  # of the last step no row is left, where steps run ahead
+    assert len(seen) > 40
+    assert {number: found[number] for number in seen} == seen
+    assert core.speculation.counts.probed > 100
+    assert all(one.stats.eager.total() == 0 for one in runners.values())
+
+
+def test_probes_bring_back_what_was_drafted(tmp_path: Path) -> None:
+    expect_probes(engine(speculate_when="pays"))
+    write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
+    for speculate in ("eagle", "ngram+eagle"):
+        expect_probes(engine(speculate=speculate, draft=tmp_path, speculate_when="pays"))
 
 
 def test_the_recordings_are_right_narrow_rounds_included() -> None:
