@@ -239,7 +239,7 @@ class Benchmark:
             reached, counts = rates(llm), _counts(llm)
             if counts.tokens != counts.rounds:
                 raise PlanError(f"measuring drafts that are never accepted: {counts.tokens - counts.rounds} were.")
-            return {"rates": reached, "rounds": counts.rounds, "plain": dict(counts.plain)}
+            return {"rates": reached, "rounds": counts.rounds, "probes": counts.probed, "plain": dict(counts.plain)}
 
         first = yield Engine(), rates
         rows = {}
