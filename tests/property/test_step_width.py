@@ -241,7 +241,7 @@ def test_places_that_a_round_could_not_reach_count_as_the_mean() -> None:
     found = Acceptance(3)
     found.note(4, whole(4, 1))
     found.note(4, {(2, True): 1})
-    assert found.tokens(4) == pytest.approx(1 + 2 / 5 + 1 / 4 + 1 / 4), "five rows so far, two of them in doubt"
+    assert found.tokens(4) == pytest.approx(1 + 1 / 2 + 1 / 3 + 1 / 3), "four rows so far, one of them in doubt"
 
 
 def test_acceptance_of_a_place_is_that_of_fresh_drafts() -> None:
@@ -363,3 +363,21 @@ def test_short_answers_don_t_hide_bad_drafts(max_outputs: int) -> None:
     policy = WherePaid(limits(), linear(1.4))
     ended(policy, lambda number: 0, max_outputs, 100)
     assert ended(policy, lambda number: 0, max_outputs, 100) <= 0.03 * 100 * (max_outputs - 1)
+
+
+def test_a_look_at_wide_rounds_ends_where_rows_come_for_which_they_are_dear() -> None:
+    costs = StepCosts(SIZES, {4: (1.2, 1.6, 1.6, 3.5), 2: (1.1, 1.2, 1.2, 1.2)}, (0.3,) * 4)
+    policy = WherePaid(limits(), costs)
+    Simulation(policy, costs, 0, 16).run(300, chance(0.4))
+    while policy.of(rows(16)).width != 4:
+        pass
+    assert [policy.of(rows(64)).width for _ in range(5)] == [2] * 5
+
+
+def test_a_dear_drafter_that_is_right_is_used() -> None:
+    """One row, one probe: it is made at once, and enough."""
+    for catching_up in (0.4, 1.0, 1.5, 3.0):
+        costs = StepCosts(SIZES, {5: (2.3,) * 4}, (catching_up,) * 4)
+        found = simulated(costs, 2, 1)
+        found.run(100, always)
+        assert found.widths[5] > 80, catching_up

@@ -54,6 +54,8 @@ some_params = st.builds(
     frequency_penalty=st.sampled_from([0.0, -2.0, 2.0]),
     logit_bias=st.sampled_from([{}, {3: 0.0}, {3: 1.0}]),
     seed=st.sampled_from([None, 0, -1]),
+    logprobs=st.sampled_from([None, None, 2]),
+    return_hidden_states=st.sampled_from([None, None, "last"]),
 )
 
 
@@ -68,6 +70,8 @@ def test_the_level_is_the_highest_that_a_parameter_needs(many: list[SamplingPara
     assert [ALL.level_of(one.request.params) for one in sequences] == levels
     for _ in range(2):
         assert needs_of(sequences, ALL).level is max(levels)
+    parts = (needs_of(sequences[:1], ALL), needs_of(sequences[1:], ALL))
+    assert parts[0] | parts[1] == parts[1] | parts[0] == needs_of(sequences, ALL)
     asked = PENALISED.asked
     assert asked is not None
     assert [asked(one) for one in sequences] == [level is Sampling.PENALISED for level in levels]

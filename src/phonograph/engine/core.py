@@ -332,5 +332,5 @@ def _note_logprobs(step: ScheduledStep, sampled: Sampled, committed: dict[Sequen
 
 def _parts(step: ScheduledStep) -> list[ScheduledStep]:
     """The step's sequences, each in a step of its own; whether the page updates were written is unknown."""
-    parts = [replace(step, decodes=(sequence,), prefills=()) for sequence in step.decodes]
-    return parts + [replace(step, decodes=(), prefills=(chunk,)) for chunk in step.prefills]
+    parts = [replace(step, decodes=(sequence,), prefills=(), probes=False) for sequence in step.decodes]
+    return parts + [replace(step, decodes=(), prefills=(chunk,), probes=False) for chunk in step.prefills]

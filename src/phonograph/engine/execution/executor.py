@@ -248,12 +248,12 @@ class Executor:
     def _run(self, runner: Runner, step: Step) -> Picked:
         chosen = self.passes[step.pass_name]
         is_checked = self.shadow is not None and chosen.written is not None and self.shadow.is_due()
-        drafts: object = None
+        drafts: Any = None
         if step.catches_up and chosen.before is not None and step.decodes.rows.size:
             first = self.passes[chosen.before]
             drafts = self._beside(first, first.batch(step), is_checked=is_checked)
         picked = self._pick(chosen, step, runner, is_checked=is_checked)
-        return picked._replace(probed=drafts) if step.probes and isinstance(drafts, torch.Tensor) else picked
+        return picked if drafts is None or not step.probes else picked._replace(probed=drafts)
 
     def _pick(self, chosen: Pass, step: Step, runner: Runner, *, is_checked: bool) -> Picked:
         repeats = chosen.is_steady(step) and runner.can_repeat
@@ -265,7 +265,7 @@ class Executor:
             self._beside(self.passes[chosen.then], picked.handed, is_checked=is_checked)
         return picked
 
-    def _beside(self, chosen: Pass, batch: Any, *, is_checked: bool) -> object:
+    def _beside(self, chosen: Pass, batch: Any, *, is_checked: bool) -> Any:
         """Run a pass before or after another that picks the tokens, and return what it puts out: but for what is
         checked or strict, no token depends on it."""
         try:

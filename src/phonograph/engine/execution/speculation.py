@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -138,11 +139,12 @@ def measured_costs(runners: Mapping[str, Runner], tokens_per_row: int) -> StepCo
 
 
 def _catching_up(runner: Runner, plain: Mapping[int, float]) -> tuple[float, ...]:
-    """What it takes before the first round, over a plain step, at each size; nothing where a size has no recording."""
+    """What it takes to read and draft, over a plain step, at each size, by the recording that serves it; without limit
+    where none does."""
     keys = {key.size: key for key in runner.captured if not key.axes}
-    if not keys.keys() >= plain.keys():
-        return ()
-    return tuple(steady_seconds(runner, keys[size]) / least for size, least in plain.items())
+    serving = {size: min((one for one in keys if one >= size), default=0) for size in plain}
+    taken = {size: steady_seconds(runner, keys[size]) for size in set(serving.values()) if size}
+    return tuple(taken.get(serving[size], math.inf) / least for size, least in plain.items())
 
 
 def round_times(executor: Executor) -> dict[StepKind, PassTime]:

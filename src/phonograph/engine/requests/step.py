@@ -92,7 +92,7 @@ class ScheduledStep:
     pass_name: str = field(kw_only=True)
     """The forward pass that runs it."""
     catches_up: bool = field(default=False, kw_only=True)
-    """Whether, before that, the drafter reads what earlier steps left of the decodes, and drafts for a round."""
+    """Whether, before that, the drafter reads what earlier steps left of the decodes; it drafts then for a round."""
     probes: bool = field(default=False, kw_only=True)
     """Whether it drafts then although the step is plain, and drafts come back with the tokens (`Sampled.probed`)."""
     sampling: tuple[Sequence, ...] = field(init=False)
@@ -158,6 +158,11 @@ class Sampled:
 
     def check(self, step: ScheduledStep) -> None:
         """Raise if this can't be what the step sampled."""
+        if self.probed is not None and len(self.probed) != len(step.decodes):
+            raise PhonographError(
+                f"committing step {step.number}: found drafts of {len(self.probed)} rows, expected "
+                f"{len(step.decodes)}. Give those of step.decodes, in its order."
+            )
         if step.prefills:
             self._check_pooled(step)
         counts, expected = self.counts, len(step.sampling)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 _WEIGHT = 1 / 16
-"""Of a round in the running means."""
-_DOUBT = 2
+"""Of a round in the running means, at least."""
+_DOUBT = 1.0
 """Rows without a right draft that count as seen at first, so that a lucky one does not decide."""
-_REMEMBERED = 3
+_REMEMBERED = 3.0
 """Rows of one round that all before a probe count for: what many rows show by now is worth more."""
 
 Brought = tuple[int, bool]
@@ -48,8 +48,8 @@ class Acceptance:
                 )
                 / num_rows
             )
-            self._seen[place] += num_rows
-            self._shares[place] += max(_WEIGHT, num_rows / self._seen[place]) * (share - mean)
+            seen = self._seen[place] = min(self._seen[place] + num_rows, num_rows / _WEIGHT)
+            self._shares[place] += num_rows / seen * (share - mean)
 
     def forget(self) -> None:
         """What is known so far counts for a few rows only."""

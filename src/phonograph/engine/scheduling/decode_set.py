@@ -76,11 +76,10 @@ class DecodeSet:
             missing = left if exact else sequence.max_computed - computed
             if headroom < missing:
                 # Sequences that run low get pages together with the first that must: so most steps change no table.
-                if headroom <= low:
-                    if not self._rows.extend(sequence):
-                        needy.append(sequence)
-                    headroom = sequence.capacity - computed
-            elif not exact:
+                if headroom <= low and not self._rows.extend(sequence):
+                    needy.append(sequence)
+                headroom = sequence.capacity - computed
+            if not exact and headroom >= missing:
                 continue
             steps = headroom // per_step if not exact else left if left < headroom else headroom
             fewest = min(fewest, steps)

@@ -26,6 +26,8 @@ class Probes:
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._waiting: deque[_Probe] = deque()
+        self.num_rows = self.num_tokens = 0
+        """Of all that ended: rows with a draft that they could take, and what rounds would have brought these."""
 
     def took(self, step: ScheduledStep, updates: Iterable[Update], sampled: Sampled) -> Iterator[Counter[Brought]]:
         """The commit of a step with decodes; yields what a round would have brought, of each probe that is known."""
@@ -40,15 +42,21 @@ class Probes:
             ]
             self._waiting.append(_Probe(drafts, self._depth - 1))
         while self._waiting and self._waiting[0].num_left <= 0:
-            yield Counter(self._brought(self._waiting.popleft().drafts))
+            if counts := Counter(self._brought(self._waiting.popleft().drafts)):
+                yield counts
 
     def _brought(self, found: list[tuple[Sequence, int, list[int]]]) -> Iterator[Brought]:
-        """Left out are rows whose tokens are not all known, and those that a stop token or somebody ended."""
+        """Left out are rows that a stop token or somebody ended. One whose tokens are not all known, since a limit
+        ended it or some of the steps left it out, is cut off after those that are."""
         for sequence, first, drafts in found:
+            if sequence.finish not in (None, FinishReason.LENGTH):
+                continue
             most, said = sequence.draft_depth(self._depth), sequence.outputs[first : first + self._depth]
             right = 0
             while right < min(most, len(said)) and drafts[right] == said[right]:
                 right += 1
-            is_decided = right == most or right < len(said)
-            if sequence.finish is FinishReason.LENGTH or (sequence.finish is None and is_decided):
-                yield right + 1, not is_decided
+            is_cut_off = right == len(said) < most
+            if most and drafts[0] >= 0:
+                self.num_rows += 1
+                self.num_tokens += right + (not is_cut_off)
+            yield right + 1, is_cut_off

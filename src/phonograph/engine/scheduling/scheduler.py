@@ -157,8 +157,9 @@ class Scheduler:
             sequence.num_launched_outputs += fewest
             sequence.last_step = number
         name, pages = self.passes.with_prefills(chunks) if chunks else self.passes.decodes, self.rows.page_updates()
-        parts = decodes, tuple(chunks), pages
-        step = ScheduledStep(number, *parts, most, pass_name=name, catches_up=reads, probes=probes)
+        step = ScheduledStep(
+            number, decodes, tuple(chunks), pages, most, pass_name=name, catches_up=reads, probes=probes
+        )
         self._in_flight.append(step)
         return step
 

@@ -40,9 +40,9 @@ class SpeculationCounts:
     steps: Mapping[StepKind, int] = field(default_factory=dict)
     """Steps with rows that decode."""
     probed: int = 0
-    """Rows whose drafts were compared with the tokens of plain steps; with or without a draft."""
+    """Rows for which something was drafted, and compared with the tokens of plain steps."""
     probed_tokens: int = 0
-    """Tokens that rounds would have brought these, the target's own included; up to where a limit cut them off."""
+    """Tokens that rounds would have brought these, the target's own included; up to where they are known."""
 
     @property
     def tokens_per_round(self) -> float:
@@ -54,11 +54,11 @@ class SpeculationCounts:
         plain = ", ".join(f"{count:,} by {name} ({PLAIN_REASONS[name]})" for name, count in self.plain.items() if count)
         steps, rounds = sum(self.steps.values()), self.steps.get("round", 0)
         brought = f"{self.tokens_per_round:.2f} tokens a round over {self.rounds:,} rounds"
-        each = f"{self.probed_tokens / max(1, self.probed):.2f} tokens a round by {self.probed:,} probes in plain steps"
+        each = self.probed_tokens / max(1, self.probed)
         return (
             f"{f'{brought}; accepted by position: {places}' if self.rounds else 'no drafts verified yet'}"
             f"{f'; decoded plainly: {plain}' if plain else ''}"
-            f"{f'; {each}' if self.probed else ''}"
+            f"{f'; {each:.2f} tokens a round by probes of {self.probed:,} rows in plain steps' if self.probed else ''}"
             f"{f'; {rounds / steps:.0%} of {steps:,} steps were rounds' if steps else ''}"
         )
 
@@ -72,7 +72,7 @@ class SpeculationTally:
         """By how much was drafted, and how much of it accepted."""
         self._plain: Counter[str] = Counter(dict.fromkeys(PLAIN_REASONS, 0))
         self._steps: dict[StepKind, int] = {"round": 0, "plain": 0}
-        self._probes, self._probed = Probes(depth), Counter[Brought]()
+        self._probes = Probes(depth)
         self._decodes: tuple[Sequence, ...] = ()
         self._depths: dict[Sequence, int] = {}
         """Of these, how many drafts each takes at most."""
@@ -82,8 +82,6 @@ class SpeculationTally:
         if not step.decodes:
             return []
         probed = list(self._probes.took(step, updates, sampled))
-        for counts in probed:
-            self._probed += counts
         self._note_rows(step, updates, sampled)
         return probed
 
@@ -124,8 +122,8 @@ class SpeculationTally:
             accepted=tuple(sum(count for (_, accepted), count in found if accepted > place) for place in places),
             plain=dict(self._plain),
             steps=dict(self._steps),
-            probed=self._probed.total(),
-            probed_tokens=sum(brought * rows for (brought, _), rows in self._probed.items()),
+            probed=self._probes.num_rows,
+            probed_tokens=self._probes.num_tokens,
         )
 
 

@@ -98,14 +98,18 @@ class WherePaid:
         """That of steps which are no probes."""
         self._last = 1
         """The width of the last step with decodes."""
-        self._credit = _DEAREST
-        """The time, in plain steps, that probes may take: no more than the stake of the rows that there are, or one."""
+        self._credit, self._saved = _STAKE, 0.0
+        """The time, in plain steps, that probes may take; and what is saved for one that is dearer than the stake."""
+        self._is_first = True
+        """Whether there was no probe yet."""
         self._apart = depth
         """Steps between two probes at least: what one shows is known after so many."""
         self._num_since = self._apart
         """Steps since the last probe."""
         self._wide_left = 0
         """Rounds of a look at the widest that are yet to be launched."""
+        self._wide_paid = 0.0
+        """What each of them costs more than those in use, in plain steps."""
         self._lost = 0.0
         """The time, in plain steps, that recent rounds lost which were to pay; no less than none."""
 
@@ -136,38 +140,52 @@ class WherePaid:
         """A plain step, before which drafts are made now and then; not where the last ones are of fewer places, nor
         where no round could pay."""
         self._wide_left, self._num_since = 0, self._num_since + 1
-        is_due = self._num_since > self._apart and self._last == 1
-        can_pay = any(ratio < width for width, ratio in ratios.items() if width > 1)
-        price = self._price(num_rows)
-        if price > _DEAREST or not self._affords(price, ratios[1], stake_of(num_rows)) or not is_due or not can_pay:
+        price = _LAUNCH_PRICE + self._costs.to_catch_up(num_rows)
+        if price > _DEAREST or not any(ratio < width for width, ratio in ratios.items() if width > 1):
             return Planned(1)
-        self._credit -= price
+        is_due = self._num_since > self._apart and self._last == 1
+        if not self._pays(price, ratios[1], stake_of(num_rows), is_due=is_due):
+            return Planned(1)
         self._num_since = 0
         return Planned(1, probes=True)
-
-    def _price(self, num_rows: int) -> float:
-        """Of a probe, in plain steps."""
-        return _LAUNCH_PRICE + self._costs.to_catch_up(num_rows)
 
     def _round(self, ratios: dict[int, float], stake: float) -> Planned:
         """A round of the width in use, or now and then some of the widest, to see what these bring by now."""
         width, own, widest = self._width, ratios[self._width], self._costs.widths[0]
         extra = max(_LEAST_EXTRA, ratios[widest] - own)
-        can_look = self._affords(_WIDE_ROUNDS * extra, own, stake) and ratios[widest] < widest
-        if not self._wide_left and can_look and width < widest:
+        can_look = width < widest and ratios[widest] < widest
+        if not self._wide_left and can_look and self._pays(_WIDE_ROUNDS * extra, own, stake):
             self._acceptance.forget()
-            self._wide_left = _WIDE_ROUNDS
-        if not self._wide_left or width == widest:
+            self._wide_left, self._wide_paid = _WIDE_ROUNDS, extra
+        # Meanwhile rows may have come, for which wide rounds cost more than was paid.
+        if not self._wide_left or not can_look or extra > self._wide_paid * _MARGIN:
             self._wide_left = 0
             return Planned(width)
         self._wide_left -= 1
-        self._credit -= extra
         return Planned(widest)
 
-    def _affords(self, price: float, step: float, stake: float) -> bool:
-        """Whether there is the credit for it, which grows with every step, by its time."""
-        self._credit = min(max(stake, price), self._credit + _PROBE_SHARE * step)
-        return self._credit >= price
+    def _pays(self, price: float, step: float, stake: float, *, is_due: bool = True) -> bool:
+        """Pay for a probe, if it is due and there is credit, which grows with every step by its time.
+
+        What is dearer than the stake is saved for apart, so that cheaper ones, of more rows or fewer, don't take it; if
+        it is the first of all, it is made at once.
+        """
+        earned = _PROBE_SHARE * step
+        if price <= stake:
+            self._credit = min(stake, self._credit + earned)
+            has_credit = self._credit >= price
+        else:
+            self._saved = min(price, self._saved + earned)
+            has_credit = self._saved >= price or self._is_first
+        if not has_credit or not is_due:
+            return False
+        if price <= stake:
+            self._credit -= price
+        else:
+            self._saved = 0.0
+            self._credit = 0.0 if self._is_first else self._credit
+        self._is_first = False
+        return True
 
     def took(self, step: ScheduledStep, updates: Collection[Update], probed: Collection[Counter[Brought]]) -> None:
         """Of rounds that a limit on the output cut off it is known that they would have brought so much at least; those
@@ -189,9 +207,10 @@ class WherePaid:
                 self._width, self._lost = 1, 0.0
 
     def __str__(self) -> str:
-        dear = [f"{size}" for size in self._costs.sizes if self._price(size) > _DEAREST]
-        never = f"; never at {', '.join(dear)} rows: drafting alone takes over {_DEAREST} plain steps" if dear else ""
-        return f"where that pays (a round costs, by rows: {self._costs}{never})"
+        costs, most = self._costs, _DEAREST - _LAUNCH_PRICE
+        dear = [f"{costs.sizes[at]}" for at in costs.told() if costs.to_catch_up(costs.sizes[at]) > most]
+        rows = f"not probed at {', '.join(dear)}, where drafting alone takes over {most:.1f} plain steps"
+        return f"where that pays (a round costs, by rows: {costs}{f'; {rows}' if dear else ''})"
 
 
 def _brought(step: ScheduledStep, updates: Iterable[Update]) -> Iterator[Brought]:
