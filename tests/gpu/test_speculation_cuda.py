@@ -106,13 +106,24 @@ def test_a_plain_step_with_prompts_leaves_states_and_drafts_nothing(tmp_path: Pa
     assert runners[DRAFT.name].stats.replays.total() == 0
 
 
+def test_rounds_among_prompts_are_timed_at_start(tmp_path: Path) -> None:
+    """Nothing is left of it: no count, and requests go on recordings."""
+    write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
+    for speculate in ("ngram", "eagle"):
+        llm = engine(speculate=speculate, draft=tmp_path if speculate == "eagle" else None, max_seqs=8,
+                     speculate_when="pays")  # fmt: skip
+        assert "among prompts, in plain steps: 4 tokens +" in llm.explain()
+        assert not any(one.stats.replays or one.stats.eager.total() for one in llm.executor.runners.values())
+        run_while_prompts_come(llm)
+
+
 class PlainSteps:
     """The protocol `StepWidth`: no rounds; drafts before each step on request."""
 
     def __init__(self, *, probes: bool = False) -> None:
         self._planned = Planned(1, probes)
 
-    def of(self, decodes: Any) -> Planned:
+    def of(self, decodes: Any, *, has_prompts: bool = False) -> Planned:
         return self._planned if decodes else Planned(1)
 
     def took(self, step: Any, updates: Any, probed: Any) -> None:
@@ -210,7 +221,7 @@ class Stretches:
     def __init__(self, plain: int) -> None:
         self._plain, self._calls, self.width = plain, 0, 1
 
-    def of(self, decodes: Any) -> Planned:
+    def of(self, decodes: Any, *, has_prompts: bool = False) -> Planned:
         self._calls += 1
         self.width = DEPTH + 1 if self._calls % (self._plain + 2) < 2 else 1
         return Planned(self.width)

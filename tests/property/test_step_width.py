@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable
@@ -14,11 +15,11 @@ from hypothesis import strategies as st
 from phonograph.engine.requests.limits import Limits, half_width
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Sampled, ScheduledStep, Update
+from phonograph.engine.requests.step import Chunk, Sampled, ScheduledStep, Update
 from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.acceptance import Acceptance
 from phonograph.engine.scheduling.probes import Probes
-from phonograph.engine.scheduling.step_width import Planned, WhereDrafted, WherePaid
+from phonograph.engine.scheduling.step_width import Planned, StepWidth, WhereDrafted, WherePaid
 
 SIZES = (1, 4, 16, 64)
 Accepts = Callable[[int], int]
@@ -49,22 +50,27 @@ CATCHING_UP = 0.5
 class Simulation:
     """An engine whose commits lag its launches by so many steps."""
 
-    def __init__(self, policy: WherePaid, costs: StepCosts, lag: int = 1, num_rows: int = 4) -> None:
+    def __init__(self, policy: StepWidth, costs: StepCosts, lag: int = 1, num_rows: int = 4) -> None:
         self.policy, self.costs, self.lag, self.decodes = policy, costs, lag, rows(num_rows)
         self.widths: Counter[int] = Counter()
+        """Of steps without prompts."""
+        self.among: Counter[int] = Counter()
+        """Of those with some."""
         self.probes = 0
         self._depth = max(costs.widths) - 1
         self._probes = Probes(self._depth)
         self._in_flight: deque[tuple[ScheduledStep, list[int], Sampled]] = deque()
         self._drafted, self._last = 99, 99
 
-    def run(self, steps: int, accepts: Accepts) -> float:
-        """The time of plain decoding in which as many tokens come, over which the time that it took: 1 is as fast."""
+    def run(self, steps: int, accepts: Accepts, has_prompts: Callable[[int], bool] = lambda number: False) -> float:
+        """The time of plain decoding in which as many tokens come, over which the time that it took: 1 is as fast. What
+        prompts take themselves is left out."""
         seconds = tokens = 0.0
         for number in range(steps):
-            width, probes = self.policy.of(self.decodes)
+            among = has_prompts(number)
+            width, probes = self.policy.of(self.decodes, has_prompts=among)
             assert not (probes and width > 1)
-            self.widths[width] += 1
+            (self.among if among else self.widths)[width] += 1
             self.probes += probes
             # Drafts are made by the step before, for as many places as that one has; after a plain one, all anew.
             catches_up = self._last == 1 and (width > 1 or probes)
@@ -72,12 +78,14 @@ class Simulation:
             right = [accepts(number) for _ in self.decodes]
             counts = [1 + min(width - 1, drafted, one) for one in right]
             self._drafted, self._last = width - 1, width
-            seconds += self.costs.ratio(len(self.decodes), width)
+            ratio = self.costs.ratio_among_prompts if among else self.costs.ratio
+            seconds += ratio(len(self.decodes), width)
             seconds += self.costs.to_catch_up(len(self.decodes)) if catches_up else 0.0
             seconds += LAUNCHED if probes else 0.0
             tokens += sum(counts) / len(counts)
+            prefills = (CHUNK,) if among else ()
             step = ScheduledStep(
-                number, self.decodes, (), (), width, pass_name="x", catches_up=catches_up, probes=probes
+                number, self.decodes, prefills, (), width, pass_name="x", catches_up=catches_up, probes=probes
             )
             self._in_flight.append((step, counts, self._sampled(step, right)))
             while len(self._in_flight) > self.lag:
@@ -99,6 +107,8 @@ class Simulation:
         self.policy.took(step, updates, list(self._probes.took(step, updates, sampled)))
 
 
+CHUNK = Chunk.of(rows(1)[0], 0, 1, samples=True, enters=True)
+"""Of a prompt that is nobody's here."""
 TOKEN = 5
 LAUNCHED = 0.1
 """What a probe takes, in plain steps, besides what the drafter does."""
@@ -381,3 +391,91 @@ def test_a_dear_drafter_that_is_right_is_used() -> None:
         found = simulated(costs, 2, 1)
         found.run(100, always)
         assert found.widths[5] > 80, catching_up
+
+
+# -- among prompts ----------------------------------------------------------------------------------------------
+
+
+def among(ratio: float, longer: float, catching_up: float = 0.05) -> StepCosts:
+    """Rounds of four and of two tokens; a step with prompts takes so many plain steps longer for wide ones, and half as
+    many for narrow ones."""
+    ratios = {4: (ratio,) * 4, 2: (1 + (ratio - 1) / 3,) * 4}
+    longer_by_width = {4: (longer,) * 4, 2: (longer / 2,) * 4}
+    return StepCosts(SIZES, ratios, (catching_up,) * 4, (1e-3,) * 4, longer_by_width)
+
+
+def arrivals(share: float, seed: int = 7) -> Callable[[int], bool]:
+    """So many of the steps have prompts, by chance."""
+    numbers = random.Random(seed)
+    return lambda number: numbers.random() < share
+
+
+def test_costs_among_prompts_are_those_of_the_next_size() -> None:
+    costs = StepCosts((1, 4), {4: (1.5, 1.7), 2: (1.2, 1.3)}, among_prompts={4: (0.25, 2.0)})
+    assert [costs.ratio_among_prompts(count, 4) for count in (1, 2, 4, 9)] == [1.25, 3.0, 3.0, 3.0]
+    assert costs.ratio_among_prompts(4, 2) == 1.3, "as without prompts, where nothing was measured"
+    assert costs.ratio_among_prompts(4, 1) == 1.0
+    told = "4 tokens 1.50× at 1, 1.70× at 4; 2 tokens 1.20× at 1, 1.30× at 4; among prompts, in plain steps: "
+    assert str(costs) == told + "4 tokens +0.25 at 1, +2.00 at 4"
+
+
+@pytest.mark.parametrize(("longer", "is_round"), [(0.1, True), (0.6, True), (1.5, False), (4.0, False)])
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.5])
+def test_among_prompts_rounds_run_where_they_pay_there(longer: float, is_round: bool, share: float) -> None:
+    """A round without prompts brings 2.4 tokens for 1.5 plain steps, so each of them is worth 0.6."""
+    found = simulated(among(1.5, longer), num_rows=16)
+    found.run(2000, chance(0.66), arrivals(share))
+    assert found.widths[4] > 0.95 * found.widths.total()
+    assert (found.among[1] < 0.1 * found.among.total()) == is_round
+    assert (found.among[1] > 0.9 * found.among.total()) != is_round
+
+
+def test_where_it_was_not_measured_steps_with_prompts_go_by_the_others() -> None:
+    found = simulated(linear(1.5), num_rows=16)
+    found.run(1000, chance(0.7), arrivals(0.4))
+    assert found.among[4] > 0.95 * found.among.total()
+
+
+def test_what_steps_with_prompts_would_lose_holds_rounds_back() -> None:
+    """One round in ten steps gains less than the drafter takes to catch up before it."""
+    found = simulated(among(1.9, 5.0, catching_up=0.9), num_rows=16)
+    assert found.run(3000, chance(0.6), arrivals(0.9)) <= 1.006
+    assert found.widths[1] > 0.9 * found.widths.total()
+    assert found.run(2000, chance(0.6)) < 0.95, "without prompts they run again"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.floats(1.05, 3.9), st.floats(0.0, 5.0), st.floats(0.0, 1.0), st.sampled_from((0.0, 0.1, 0.3, 0.5, 0.7, 0.9)),
+    st.sampled_from((0.05, 0.3, 0.5, 0.8, 1.0)), st.integers(0, 3), st.sampled_from((1, 16)),
+)  # fmt: skip
+def test_prompts_make_it_no_slower_than_plain_steps(
+    ratio: float, longer: float, catching_up: float, right: float, share: float, lag: int, num_rows: int
+) -> None:
+    found = simulated(among(ratio, longer, catching_up), lag, num_rows)
+    assert found.run(3000, chance(right), arrivals(share)) <= 1.02
+
+
+class Fixed:
+    """The protocol `StepWidth`: a width for steps without prompts, and one for those with some."""
+
+    def __init__(self, alone: int, among_prompts: int) -> None:
+        self._planned = Planned(alone), Planned(among_prompts)
+
+    def of(self, decodes: object, *, has_prompts: bool = False) -> Planned:
+        return self._planned[has_prompts]
+
+    def took(self, *args: object) -> None:
+        """Stateless: nothing to record."""
+
+
+@pytest.mark.parametrize("longer", [0.1, 0.7, 1.5, 3.0])
+@pytest.mark.parametrize("right", [0.5, 0.75])
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_it_does_about_as_well_as_the_best_two_widths(longer: float, right: float, share: float) -> None:
+    costs = among(1.5, longer)
+    best = min(
+        Simulation(Fixed(*widths), costs, num_rows=16).run(1500, chance(right), arrivals(share))
+        for widths in itertools.product((1, 2, 4), repeat=2)
+    )
+    assert simulated(costs, num_rows=16).run(3000, chance(right), arrivals(share)) <= 1.09 * best

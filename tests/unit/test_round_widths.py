@@ -98,9 +98,9 @@ def test_where_deep_drafts_are_wrong_rounds_are_narrow() -> None:
     core.scheduler.width = policy
     tables, of = core.executor.tables, policy.of
 
-    def noting(decodes: Any) -> Planned:
+    def noting(decodes: Any, *, has_prompts: bool = False) -> Planned:
         tables["draft"][:, 1:] = 0
-        found = of(decodes)
+        found = of(decodes, has_prompts=has_prompts)
         widths.extend([found.width] if decodes else [])
         return found
 

@@ -26,7 +26,7 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
 from phonograph.engine.execution.sizing import cache_size, limits_for, plan_for, with_pages
-from phonograph.engine.execution.speculation import choose_drafter, costs_for, described_times, passes_with, round_times
+from phonograph.engine.execution.speculation import choose_drafter, described_times, passes_with, round_times
 from phonograph.engine.execution.startup_verification import (
     guard_recordings,
     refuse_failures,
@@ -34,6 +34,7 @@ from phonograph.engine.execution.startup_verification import (
     verify_recordings,
 )
 from phonograph.engine.kernel_selection import select_attention, select_kernels, select_sampler
+from phonograph.engine.mixed_costs import step_costs
 from phonograph.engine.models.interface import Model, ModelParts, Noted
 from phonograph.engine.models.value_range import value_range
 from phonograph.engine.ops.queries import Attention
@@ -171,17 +172,17 @@ class LLM:
         refuse_failures(self.verified)
         refuse_findings(guard_recordings(self.executor, options.verify, progress), self.plan.guard)
         self.prefix_sharing = prefix_sharing(options.prefix_cache, self.executor.step_tables.prompt_state)
-        self.core = self._new_core(options)
+        self.core = self._new_core(options, progress)
         self._numbers = itertools.count()
         self._turn = threading.Lock()
         self._submitted: list[str] = []
         """Requests of the current caller, each noted before the core gets it."""
 
-    def _new_core(self, options: EngineOptions) -> EngineCore[Executor]:
+    def _new_core(self, options: EngineOptions, progress: Progress) -> EngineCore[Executor]:
         steps = step_passes_for(embeddings=options.embeddings, speculates=options.speculates)
         scheduler = Scheduler(self.limits, prefix_cache=self.prefix_sharing.is_on, mixed=options.mixed, passes=steps)
         grammars = Guidance(self.tokenizer) if self.tokenizer is not None else None
-        scheduler.width = width_by(self.limits, costs_for(options, self.executor))
+        scheduler.width = width_by(self.limits, step_costs(options, self.executor, steps, progress))
         return EngineCore(scheduler, self.executor, grammars)
 
     def _planned(self, asked: Asked | Many[Ask], *, on_cpu_by_default: bool) -> Plan:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,7 +107,8 @@ class Executor:
         if largest_only:
             plans = {name: _largest(plans[name], phases[name].bucketed) for name in plans}
         self.runners = self._new_runners(phases, plans, _planned(options, plan, is_trial=largest_only))
-        depth = limits.max_ahead + 2
+        depth = self._depth = limits.max_ahead + 2
+        """Of rings for what steps in flight have each."""
         with allocating(f"host memory for the results of {limits.max_seqs:,} sequences", "Lower max_seqs."):
             most = limits.max_seqs * limits.tokens_per_row
             pooled = (limits.max_seqs, model.config.hidden) if any(one.pools for one in passes) else None
@@ -222,6 +223,18 @@ class Executor:
         if is_replay and (self._is_interrupted or step.updates is not None):
             self.model.kernels.resume_overlap()
         self._is_interrupted = not is_replay
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Before the first request: steps that are nobody's, which are neither counted nor checked in service."""
+        shadow, self.shadow = self.shadow, None
+        try:
+            yield
+        finally:
+            self.device.synchronize()
+            self.shadow, self.timing = shadow, StepTiming(self.device, self._depth, self.passes)
+            for runner in self.runners.values():
+                runner.stats.clear()
 
     @torch.inference_mode()
     def put_back(self, undone: Undone) -> None:

@@ -135,7 +135,8 @@ def measured_costs(runners: Mapping[str, Runner], tokens_per_row: int) -> StepCo
     }
     widths = {"": tokens_per_row, HALF_ROUNDS: half_width(tokens_per_row)}
     catching_up = _catching_up(extending, dict(zip(sizes, plain, strict=True)))
-    return StepCosts(tuple(sizes), {widths[axes]: found for axes, found in ratios.items()}, catching_up)
+    by_width = {widths[axes]: found for axes, found in ratios.items()}
+    return StepCosts(tuple(sizes), by_width, catching_up, tuple(plain))
 
 
 def _catching_up(runner: Runner, plain: Mapping[int, float]) -> tuple[float, ...]:

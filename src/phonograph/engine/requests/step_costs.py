@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from phonograph.sizes import is_power_of_two
 
@@ -20,6 +20,11 @@ class StepCosts:
     catching_up: tuple[float, ...] = ()
     """What a drafter does before the first round after plain steps, and before a probe, in plain steps, at each size;
     nothing where it is empty, and infinite where it is not recorded."""
+    plain_seconds: tuple[float, ...] = ()
+    """Of a plain step, at each size."""
+    among_prompts: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """Tokens of each row in a round → how many plain steps longer a step with prompts takes for it, at each size; as
+    much longer as a step without any where nothing was measured."""
 
     @property
     def widths(self) -> list[int]:
@@ -29,6 +34,12 @@ class StepCosts:
     def ratio(self, num_rows: int, width: int) -> float:
         """For so many rows: that of the next size which was measured; a plain step is 1."""
         return 1.0 if width == 1 else self.ratios[width][self._at(num_rows)]
+
+    def ratio_among_prompts(self, num_rows: int, width: int) -> float:
+        """What `ratio` is, of what a step with prompts takes for the rows that decode in it."""
+        if width == 1 or width not in self.among_prompts:
+            return self.ratio(num_rows, width)
+        return 1.0 + self.among_prompts[width][self._at(num_rows)]
 
     def to_catch_up(self, num_rows: int) -> float:
         """For so many rows, what the first round after plain steps, or a probe, costs besides."""
@@ -42,8 +53,12 @@ class StepCosts:
         return [at for at, size in enumerate(self.sizes) if is_power_of_two(size) or size == self.sizes[-1]]
 
     def __str__(self) -> str:
-        told = self.told()
-        return "; ".join(
-            f"{width} tokens " + ", ".join(f"{self.ratios[width][at]:.2f}× at {self.sizes[at]}" for at in told)
-            for width in self.widths
-        )
+        parts = [self._each(width, self.ratios[width], "{:.2f}×") for width in self.widths]
+        longer = [
+            self._each(width, found, "+{:.2f}") for width, found in sorted(self.among_prompts.items(), reverse=True)
+        ]
+        return "; ".join(parts) + (f"; among prompts, in plain steps: {'; '.join(longer)}" if longer else "")
+
+    def _each(self, width: int, found: Sequence[float], form: str) -> str:
+        each = ", ".join(f"{form.format(found[at])} at {self.sizes[at]}" for at in self.told())
+        return f"{width} tokens {each}"

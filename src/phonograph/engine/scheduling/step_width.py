@@ -32,6 +32,12 @@ _STREAK = 4.0
 """The time, in plain steps, that rounds which were to pay may lose before all that is known of them is given up."""
 _MARGIN = 1.02
 """Another width must promise this much more before steps change to it, so that noise does not switch."""
+_SHARE_WEIGHT = 1 / 32
+"""Of a step in the share of those with prompts."""
+_SELDOM = 0.02
+"""A share of steps with prompts below which it does not matter what these cost."""
+_HELD_MARGIN = 0.05
+"""In plain steps, what rounds must gain a step before they are launched again where prompts made them lose."""
 
 
 def stake_of(num_rows: int) -> float:
@@ -51,8 +57,8 @@ class Planned(NamedTuple):
 class StepWidth(Protocol):
     """Policy for the width of steps; consecutive steps with the same tuple of decodes should rarely differ."""
 
-    def of(self, decodes: tuple[Sequence, ...]) -> Planned:
-        """For a step with these decodes."""
+    def of(self, decodes: tuple[Sequence, ...], *, has_prompts: bool = False) -> Planned:
+        """For a step with these decodes, and with parts of prompts among them or not."""
         ...
 
     def took(self, step: ScheduledStep, updates: Collection[Update], probed: Collection[Counter[Brought]]) -> None:
@@ -68,7 +74,7 @@ class WhereDrafted:
         self._decodes: tuple[Sequence, ...] | None = None
         self._planned = Planned(self._most)
 
-    def of(self, decodes: tuple[Sequence, ...]) -> Planned:
+    def of(self, decodes: tuple[Sequence, ...], *, has_prompts: bool = False) -> Planned:
         if self._most > 1 and decodes is not self._decodes:
             depth = self._most - 1
             is_drafted = not decodes or any(sequence.draft_depth(depth) for sequence in decodes)
@@ -86,7 +92,8 @@ class WherePaid:
     """Of all widths the one by which recent rounds gain most in tokens for their time, or plain steps; and now and then
     a probe: drafts before a plain step that are compared with what comes, or wider rounds than those in use.
 
-    A probe is paid for when it is launched, as if it brought nothing: what is in flight counts.
+    A step with prompts has a round where that takes less time than the tokens that it brings would take in steps
+    without any. A probe is paid for when it is launched, as if it brought nothing: what is in flight counts.
     """
 
     def __init__(self, limits: Limits, costs: StepCosts) -> None:
@@ -95,7 +102,11 @@ class WherePaid:
         self._costs = costs
         self._acceptance = Acceptance(depth)
         self._width = 1
-        """That of steps which are no probes."""
+        """That of steps without prompts which are no probes."""
+        self._share = 0.0
+        """Of recent steps with decodes, those that had prompts."""
+        self._is_held = False
+        """Whether steps are plain since those with prompts lose what others would gain by rounds."""
         self._last = 1
         """The width of the last step with decodes."""
         self._credit, self._saved = _STAKE, 0.0
@@ -113,19 +124,34 @@ class WherePaid:
         self._lost = 0.0
         """The time, in plain steps, that recent rounds lost which were to pay; no less than none."""
 
-    def of(self, decodes: tuple[Sequence, ...]) -> Planned:
+    def of(self, decodes: tuple[Sequence, ...], *, has_prompts: bool = False) -> Planned:
         planned = self._drafted.of(decodes)
         if not decodes:
             return planned
+        self._share += _SHARE_WEIGHT * (has_prompts - self._share)
         if planned.width > 1:
             num_rows = len(decodes)
-            ratios = {one: self._costs.ratio(num_rows, one) for one in (*self._costs.widths, 1)}
-            self._width = self._best(ratios)
-            planned = self._plain(ratios, num_rows) if self._width == 1 else self._round(ratios, stake_of(num_rows))
+            width, ratios = self._paying(num_rows, has_prompts=has_prompts)
+            planned = self._plain(ratios, num_rows) if width == 1 else self._round(width, ratios, stake_of(num_rows))
         else:
             self._wide_left = 0  # what is left of a look would begin with old drafts
         self._last = planned.width
         return planned
+
+    def _paying(self, num_rows: int, *, has_prompts: bool) -> tuple[int, dict[int, float]]:
+        """The width of a step that is no probe, and what it costs by width."""
+        costs, widths = self._costs, (*self._costs.widths, 1)
+        alone = {width: costs.ratio(num_rows, width) for width in widths}
+        self._width = self._best(alone)
+        if self._width == 1 or not (has_prompts or self._share > _SELDOM):
+            return self._width, alone
+        among = {width: costs.ratio_among_prompts(num_rows, width) for width in widths}
+        best, gain = self._best_among_prompts(alone, among, (1 - self._share) * costs.to_catch_up(num_rows))
+        gain = self._share * gain + (1 - self._share) * (self._acceptance.tokens(self._width) - alone[self._width])
+        self._is_held = gain <= (_HELD_MARGIN if self._is_held else 0.0)
+        if self._is_held:
+            self._width = best = 1
+        return (best, among) if has_prompts else (self._width, alone)
 
     def _best(self, ratios: dict[int, float]) -> int:
         """The width that brings most for its time; the one that is in use wins by a margin."""
@@ -135,6 +161,20 @@ class WherePaid:
 
         best = max(ratios, key=rate)
         return best if rate(best) > rate(self._width) * _MARGIN else self._width
+
+    def _best_among_prompts(
+        self, alone: dict[int, float], among: dict[int, float], after_plain: float
+    ) -> tuple[int, float]:
+        """The width by which a step with prompts saves most of the time that its tokens would take in steps without,
+        less what it takes itself; and what is gained by it over plain steps everywhere, in their time.
+
+        A plain one costs what the drafter does before the next round, as often as a step without prompts comes next.
+        """
+        more = {width: self._acceptance.tokens(width) - 1 for width in among}
+        each = min(alone[width] / (1 + more[width]) for width in alone)
+        costs = {width: ratio - 1 for width, ratio in among.items()} | {1: after_plain}
+        best = max(costs, key=lambda width: more[width] * each - costs[width])
+        return best, more[best] - costs[best]
 
     def _plain(self, ratios: dict[int, float], num_rows: int) -> Planned:
         """A plain step, before which drafts are made now and then; not where the last ones are of fewer places, nor
@@ -149,9 +189,9 @@ class WherePaid:
         self._num_since = 0
         return Planned(1, probes=True)
 
-    def _round(self, ratios: dict[int, float], stake: float) -> Planned:
-        """A round of the width in use, or now and then some of the widest, to see what these bring by now."""
-        width, own, widest = self._width, ratios[self._width], self._costs.widths[0]
+    def _round(self, width: int, ratios: dict[int, float], stake: float) -> Planned:
+        """A round of this width, or now and then some of the widest, to see what these bring by now."""
+        own, widest = ratios[width], self._costs.widths[0]
         extra = max(_LEAST_EXTRA, ratios[widest] - own)
         can_look = width < widest and ratios[widest] < widest
         if not self._wide_left and can_look and self._pays(_WIDE_ROUNDS * extra, own, stake):
@@ -200,7 +240,8 @@ class WherePaid:
         if counts and width <= self._width:
             mean = self._acceptance.tokens(width)
             brought = sum(rows * (max(one, mean) if is_cut_off else one) for (one, is_cut_off), rows in counts.items())
-            gained = brought / counts.total() - self._costs.ratio(len(step.decodes), width)
+            ratio = self._costs.ratio_among_prompts if step.prefills else self._costs.ratio
+            gained = brought / counts.total() - ratio(len(step.decodes), width)
             self._lost = max(0.0, self._lost - gained)
             if self._lost > _STREAK:
                 self._acceptance.give_up()
