@@ -3,40 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from quality import beside
+import torch
+from engine_logits import sequence_logits
+from partings import Judge, off_by, parting
 
 from phonograph.engine.llm import LLM, Completion
 from phonograph.engine.requests.request import SamplingParams
 
 Answers = dict[str, list[Completion]]
 """By the way in which they are picked."""
+_TEXTS = 4
+"""Whose logits show what rounding moves them by."""
+
+
+def ways(new_tokens: int) -> dict[str, SamplingParams]:
+    """Greedy, drawn, and drawn with penalties; all of one length, whatever ends a text."""
+    greedy = SamplingParams(max_tokens=new_tokens, temperature=0.0, logprobs=2, ignore_eos=True)
+    drawn = replace(greedy, temperature=0.8, top_p=0.95, seed=7)
+    penalised = replace(drawn, repetition_penalty=1.2, frequency_penalty=0.3)
+    return {"greedy": greedy, "drawn": drawn, "penalised": penalised}
 
 
 def answers(llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int) -> Answers:
-    """Greedy, drawn, and drawn with a penalty."""
-    greedy = SamplingParams(max_tokens=new_tokens, temperature=0.0, logprobs=2)
-    drawn = replace(greedy, temperature=0.8, top_p=0.95, seed=7)
-    ways = {"greedy": greedy, "drawn": drawn, "penalised": replace(drawn, repetition_penalty=1.2)}
-    return {way: llm.generate(prompts, params) for way, params in ways.items()}
+    """To each prompt, in each way."""
+    return {way: llm.generate(prompts, params) for way, params in ways(new_tokens).items()}
 
 
-def compared(found: Mapping[str, Answers], plain: Answers) -> dict[str, Any]:
-    """For each drafter, the share of answers that are those of plain decoding; of greedy ones that are not, the margins
-    where they part: rounding may turn a near tie, and nothing else. Drafters among each other run the same passes, but
-    their rows end at other times, so that batches, and with them roundings, may differ too."""
+@dataclass(frozen=True)
+class Plain:
+    """What an engine without speculation says, and the logits of some of its texts."""
+
+    answers: Answers
+    logits: list[torch.Tensor]
+
+    @cached_property
+    def texts(self) -> list[list[int]]:
+        return _texts(self.answers)
+
+
+def _texts(found: Answers) -> list[list[int]]:
+    return [[*one.prompt, *one.tokens] for one in found["greedy"][:_TEXTS]]
+
+
+def plain_answers(llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int) -> Plain:
+    """Of an engine that does not speculate."""
+    found = answers(llm, prompts, new_tokens)
+    return Plain(found, [sequence_logits(llm, text).cpu() for text in _texts(found)])
+
+
+def compared(reference: LLM, found: Mapping[str, Answers], beside: Plain, new_tokens: int) -> dict[str, Any]:
+    """For each drafter and way, how many answers are those of plain decoding, and of the others how many part by which
+    margin (`partings`); the reference is an engine in float32 without speculation.
+
+    Drafters among each other run the same passes, but their rows end at other times, so that batches, and with them
+    roundings, may differ too.
+    """
+    judge = Judge(reference, off_by(reference, beside.texts, beside.logits))
     first = next(iter(found.values()))
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {"rounding_moves_a_logit_by": round(judge.unit, 5)}
     for name, said in found.items():
         figures[name] = {}
-        for way, some in said.items():
-            row = beside(some, plain[way])
-            if way != "greedy":  # what was ahead, by noise too, no log-probability tells
-                del row["margins"]
-            row["unlike_the_first_drafter"] = sum(
-                one.tokens != other.tokens for one, other in zip(some, first[way], strict=True)
-            )
-            figures[name][way] = row
+        for way, params in ways(new_tokens).items():
+            some, wanted = said[way], beside.answers[way]
+            figures[name][way] = {
+                "same_answers": round(_num_alike(some, wanted) / len(some), 4),
+                "margins_of_others": judge.margins(some, wanted, params),
+                "unlike_the_first_drafter": len(some) - _num_alike(some, first[way]),
+            }
     return figures
+
+
+def _num_alike(some: Sequence[Completion], others: Sequence[Completion]) -> int:
+    return sum(parting(one, other) is None for one, other in zip(some, others, strict=True))

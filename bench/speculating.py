@@ -4,7 +4,9 @@
     python bench/speculating.py --tiny                                                 # all of it, on any machine
 
 DATA has prompts (`eagle_text`); without it, and for random weights, prompts are random. Parts:
-  same     answers of each drafter against those of plain decoding
+  same     answers of each drafter against those of plain decoding: greedy, drawn, and drawn with penalties; where they
+           part, the margin by which rounding explains it, in root mean squares of what it moves a logit by
+  exact    the same in float32
   rounds   tokens a round of each drafter on held-out prompts, by kind of text; drafters are compared by those of all
            rounds, since one that seldom drafts is right more often where it does
   rates    tokens a second at each batch size, with rounds always, and without
@@ -46,7 +48,7 @@ from eagle_text import Prompt, Prompts
 from engine_turns import Engine, Figures, Part, Turns
 from random_head import write_random_head
 from round_costs import round_costs
-from same_answers import Answers, answers, compared
+from same_answers import Answers, answers, compared, plain_answers
 from speculating_plot import draw
 from speculating_setting import FULL, TINY, Setting
 from synthetic_acceptance import accepting, expected, rates_of
@@ -146,17 +148,30 @@ class Benchmark:
     # -- the parts ------------------------------------------------------------------------------------------------
 
     def same(self) -> Part:
-        """Answers of each drafter against plain decoding."""
+        """Answers of each drafter against plain decoding, rounded as in service."""
+        return self._same(self.setting.dtype)
+
+    def exact(self) -> Part:
+        """The same in float32, where nothing but a tie may part them."""
+        return self._same(torch.float32)
+
+    def _same(self, dtype: torch.dtype) -> Part:
+        new_tokens = self.setting.new_tokens // 4
+
+        def prompts(llm: LLM) -> list[Ids]:
+            return [list(prompt.tokens) for prompt in self.prompts(llm, self.setting.compared)]
 
         def work(llm: LLM) -> Answers:
-            prompts = [prompt.tokens for prompt in self.prompts(llm, self.setting.compared)]
             with always(llm):
-                return answers(llm, prompts, self.setting.new_tokens // 4)
+                return answers(llm, prompts(llm), new_tokens)
 
-        plain, found = (yield Engine(), work), dict[str, Answers]()
-        for name, changes in self.setting.drafters.items():
-            found[name] = yield Engine.of(**changes), work
-        return compared(found, plain)
+        changes: Figures = {} if dtype == self.setting.dtype else {"dtype": dtype}
+        beside = yield Engine.of(**changes), lambda llm: plain_answers(llm, prompts(llm), new_tokens)
+        found = dict[str, Answers]()
+        for name, drafter in self.setting.drafters.items():
+            found[name] = yield Engine.of(**drafter, **changes), work
+        reference = Engine.of(dtype=torch.float32, max_seqs=1)
+        return (yield reference, lambda llm: compared(llm, found, beside, new_tokens))
 
     def rounds(self) -> Part:
         """Tokens a round by drafter and kind of text."""
@@ -436,6 +451,7 @@ def _clean(device: str) -> None:
 
 PARTS: dict[str, Callable[[Benchmark], Part]] = {
     "same": Benchmark.same,
+    "exact": Benchmark.exact,
     "rounds": Benchmark.rounds,
     "shape": Benchmark.shape,
     "costs": Benchmark.costs,

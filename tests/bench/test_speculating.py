@@ -66,9 +66,12 @@ def test_where_no_draft_is_ever_accepted_the_output_is_the_model_s() -> None:
 @pytest.mark.slow
 def test_the_script_measures_and_draws(tmp_path: Path) -> None:
     setting = replace(TINY, batches=(1, 2), curve=(1, 2), new_tokens=12, long_tokens=12, prompts=3, requests=3)
-    path = measure(setting, ["rounds", "costs", "curve"], tmp_path, open_device("emulated"))
+    path = measure(setting, ["same", "rounds", "costs", "curve"], tmp_path, open_device("emulated"))
     found = json.loads(path.read_text())["figures"]
     assert [name for name, part in found.items() if "failed" in part] == []
+    assert {way: part["same_answers"] for way, part in found["same"]["ngram"].items()} == {
+        "greedy": 1.0, "drawn": 1.0, "penalised": 1.0
+    }  # fmt: skip
     assert found["rounds"]["ngram"]["all"]["tokens_a_round"] >= 1.0
     assert found["costs"]["ngram"]["2"]["round_adds_ms"] > 0
     assert found["curve"]["batches"] == [1, 2, 1]
