@@ -531,6 +531,24 @@ def test_reading_uninitialised_memory_shows(emulated: EmulatedDevice) -> None:
     assert results[0] != results[1]
 
 
+@pytest.mark.parametrize("poison", [True, False])
+def test_what_a_replay_wrote_is_poisoned_again(poison: bool) -> None:
+    """Memory that has the pattern since no replay wrote there is left alone; no other is."""
+    device = EmulatedDevice(poison=poison)
+    pool, x = device.new_pool(), torch.ones(3)
+    graph, y = record(device, lambda: x + 1, pool)
+    other, z = record(device, lambda: x * 10, pool)
+    for pattern in (0, 0, 1, 1, 0):
+        pool.poison(pattern)
+        before = y.tolist(), z.tolist()
+        graph.replay()
+        assert y.tolist() == [2, 2, 2] != before[0]
+        assert z.tolist() == ([-191.0] * 3 if poison else before[1])
+        other.replay()
+        assert z.tolist() == [10, 10, 10] != before[1]
+        assert y.tolist() == ([-191.0] * 3 if poison else [2, 2, 2])
+
+
 def test_memory_counts_what_recordings_hold() -> None:
     device = EmulatedDevice()
     assert device.memory().used == 0

@@ -161,18 +161,27 @@ class EmulatedPool:
     def __init__(self, *, poison: bool) -> None:
         self.poisons = poison
         self.tapes: list[_Tape] = []
+        self._poisoned: dict[object, int] = {}
+        """By recording: the pattern that all its memory has. Only its own replay writes there."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return any(_storage_id(tensor) in tape.made for tape in self.tapes)
+
+    def wrote(self, recording: object) -> None:
+        """One of its tapes runs, or was made."""
+        self._poisoned.pop(recording, None)
 
     def poison(self, pattern: int) -> None:
         self.poison_all_but(None, pattern)
 
     def poison_all_but(self, recording: object, pattern: int = 0) -> None:
+        others = {tape.recording for tape in self.tapes} - {recording}
+        fresh = {one for one in others if self._poisoned.get(one) != pattern}
         for tape in self.tapes:
-            if tape.recording is not recording:
+            if tape.recording in fresh:
                 for tensor in tape.made.values():
                     _poison(tensor, pattern)
+        self._poisoned = dict.fromkeys(others, pattern)
 
 
 def _poison(tensor: torch.Tensor, pattern: int) -> None:
@@ -198,6 +207,7 @@ class EmulatedGraph:
             raise DeviceError("replaying a graph that was released. Capture it again.")
         # The caller's modes took effect when the ops were recorded.
         with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+            self._pool.wrote(self._tape.recording)
             if self._pool.poisons:
                 self._pool.poison_all_but(self._tape.recording)
             for op in self._tape.ops:
@@ -242,6 +252,7 @@ class _EmulatedRecorder:
         tape = self._close()
         self._num_ended += len(tape.ops) + 1
         self._pool.tapes.append(tape)
+        self._pool.wrote(self)
         with torch.inference_mode():
             for tensor in tape.made.values():
                 _poison(tensor, 0)
