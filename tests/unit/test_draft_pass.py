@@ -22,6 +22,7 @@ from phonograph.engine.execution.reproducer import Reproducer
 from phonograph.engine.execution.rerun import rerun
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.base import PassParts
+from phonograph.engine.passes.draft import DraftSample
 from phonograph.engine.passes.drafted_rounds import DraftedRounds
 from phonograph.engine.passes.drafting import Accepted, Drafting
 from phonograph.engine.passes.eagle import eagle
@@ -34,13 +35,14 @@ from phonograph.engine.passes.step import Step
 from phonograph.engine.passes.target_verify import speculating_passes
 from phonograph.engine.requests.limits import half_width
 from phonograph.engine.sampling.sampler import TorchSampler
+from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.phases.decisions import Reason
 from phonograph.graphs.planning.resolve import resolve
 from phonograph.graphs.planning.settings import ask
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.running.runner_options import facts_of
 from random_modules import written
-from speculation import MAX_LEN, Driver, Switching, check, oracle, plain_llm, speculating
+from speculation import MAX_LEN, Driver, Switching, check, oracle, plain, plain_llm, speculating
 
 TARGET = SHAPES["tiny"]
 DEPTH = 3
@@ -194,6 +196,55 @@ def test_drafts_of_mixed_steps_are_accepted() -> None:
 
 
 # -- where no recording serves --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("speculate", "drafts"), [(False, False), (None, True)])
+def test_nothing_is_drafted_for_requests_that_take_no_drafts(speculate: bool | None, drafts: bool) -> None:
+    """Prompts alone in their steps too."""
+    core = speculating(oracle(DEPTH, 20), "full", prefix_cache=False)
+    wanted = replace(GREEDY, max_tokens=4, speculate=speculate)
+    check(Driver(core, every=12).run([(prompt, wanted) for prompt in PROMPTS[:3]]))
+    replays = core.executor.runners[DRAFT.name].stats.replays
+    assert bool(sum(count for key, count in replays.items() if not key.axes)) == drafts
+    assert not core.executor.runners[DRAFT.name].stats.eager
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 6, 16])
+@pytest.mark.parametrize("depth", [1, 3, 7])
+def test_samples_of_rounds_stay_in_the_pages_of_their_rows(depth: int, page_size: int) -> None:
+    """Whatever fits into a page: recordings are compared with the eager path on nothing that rows share."""
+    parts = speculating(oracle(depth, 0), "disabled", page_size=page_size, num_pages=200, max_len=48).executor.parts
+    trials, width = parts.trials, depth + 1
+    assert trials.num_rows == 4
+    sample = DraftSample(parts, width, None)
+    with trials.running(None):
+        pages, lengths = parts.tables.pages, parts.tables.length[1:5]
+        last = (int(lengths.max()) + 2 * width - 2) // page_size
+        assert int(lengths.min()) >= page_size
+        own = pages[1:5, 1 : last + 1].flatten().tolist()
+        assert len({*own}) == len(own), "no page of one row is another's"
+        assert min(own) > 1
+        for seed in range(20):
+            extent = Extent({"seqs": 4, "places": 4 * width}, {"seqs": 4, "places": 4 * width})
+            batch = sample(extent, seed)
+            starts = batch.positions[batch.firsts]
+            assert page_size <= starts.min()
+            assert (starts.max() + 2 * width - 2) // page_size <= trials.width
+            assert (pages[1:5, (starts.max() + 2 * width - 2) // page_size] > 1).all()
+
+
+@pytest.mark.parametrize("page_size", [2, pytest.param(4, marks=SLOW), pytest.param(8, marks=SLOW)])
+def test_heads_start_with_small_pages(page_size: int, tmp_path: Path) -> None:
+    """Verification at start found a page that several rows wrote to."""
+    write_random_head(tmp_path / "head", TARGET, 100, torch.float32)
+    options = EngineOptions(
+        max_seqs=4, max_tokens=32, max_len=MAX_LEN, page_size=page_size, speculate="eagle", draft=tmp_path / "head",
+        dtype=torch.float32, speculate_depth={2: 1, 4: 3, 8: 7}[page_size],
+    )  # fmt: skip
+    llm = LLM(RandomCheckpoint(TARGET), device="emulated", options=options)
+    assert [tuple(one.tokens) for one in llm.generate([list(prompt) for prompt in PROMPTS], GREEDY)] == [
+        plain(prompt, GREEDY).tokens for prompt in PROMPTS
+    ]
 
 
 def test_more_rows_than_recordings_have_are_drafted_for_eagerly() -> None:

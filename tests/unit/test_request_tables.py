@@ -211,7 +211,7 @@ def test_trial_values_stay_in_their_rows_and_leave_again(device: Device) -> None
     tables = Engine(device).tables
     tables.make_all()
     before = {column.name: tables[column.name].clone() for column in COLUMNS}
-    trial = TrialRows(3, SIZES.vocab, 16, 1, torch.Generator().manual_seed(0))
+    trial = TrialRows(3, SIZES.vocab, 16, 1, 31, torch.Generator().manual_seed(0))
     with tables.kept(3):
         for part, value in tables.trial_values(trial):
             part.copy_(value)

@@ -491,7 +491,7 @@ def test_every_parameter_that_a_sampler_names_changes_what_it_draws(name: str) -
     sampler, count = SAMPLERS[name], 48
     check_declared(sampler)
     numbers = torch.Generator().manual_seed(0)
-    trial = TrialRows(count, vocab=6, page_size=8, tokens_per_row=1, numbers=numbers)
+    trial = TrialRows(count, vocab=6, page_size=8, num_pages=1, last_start=15, numbers=numbers)
     usual = {column.name: torch.full((count,), column.default, dtype=column.dtype) for column in sampler.columns}
     usual |= {"temperature": torch.ones(count), "seed": torch.arange(count)}
     logits, positions = LOGITS.repeat(count, 1), torch.arange(count, device=DEVICE)

@@ -83,7 +83,8 @@ class DraftSample:
         rows[:count], lasts[:count] = np.arange(1, count + 1), np.cumsum(widths) - 1
         firsts[:count] = lasts[:count] - widths + 1
         # The tables have lengths of trials from here on: what is between the two stays.
-        positions = self._page_size + numbers.integers(0, self._width + 1, size=num_places)
+        last = min(self._page_size + self._width, self._trials.last_start)
+        positions = numbers.integers(self._page_size, last + 1, size=num_places)
         positions = np.minimum(positions, self._num_positions - 1)
         tokens, features = numbers.integers(0, self._vocab, size=num_places), None
         if self._features is not None:

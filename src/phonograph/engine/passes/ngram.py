@@ -18,7 +18,7 @@ def _known(entry: RowSource) -> tuple[Array, Array]:
 
 def _trial_history(trial: TrialRows) -> torch.Tensor:
     """Few different tokens, so that some of them come again."""
-    return torch.randint(0, min(4, trial.vocab), (trial.count, 2 * trial.page_size), generator=trial.numbers)
+    return torch.randint(0, min(4, trial.vocab), (trial.count, trial.num_positions), generator=trial.numbers)
 
 
 HISTORY = Column(

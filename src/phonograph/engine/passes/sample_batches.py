@@ -16,6 +16,7 @@ from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.state.column import TrialRows
 from phonograph.engine.state.tables import RequestTables
+from phonograph.sizes import ceil_div
 
 _MAX_ROWS = 32
 """Pages are copied and put back around every trial: few enough to cost little memory."""
@@ -24,8 +25,9 @@ _MAX_ROWS = 32
 class Trials:
     """The state that sample batches run on.
 
-    Row r has the page 1, which all rows read, and the page r + 1 of its own, where its tokens are written. Where the
-    cache is too small for that, and for whatever a large bucket holds besides, samples point at the null row.
+    A row has the page 1, which all rows read, and pages of its own with room for all that a step writes: its tokens,
+    and what a drafter writes after them. Where the cache is too small for that, and for whatever a large bucket holds
+    besides, samples point at the null row.
     """
 
     def __init__(self, tables: RequestTables, caches: Sequence[CacheGroup], limits: Limits, vocab: int) -> None:
@@ -33,9 +35,12 @@ class Trials:
         self._parts = [part for cache in caches for part in cache.tensors]
         self._size = limits.page_size
         self._vocab = vocab
-        self._tokens_per_row = limits.tokens_per_row
-        fits = limits.max_len >= 2 * limits.page_size >= limits.page_size + limits.tokens_per_row
-        self.num_rows = max(0, min(_MAX_ROWS, limits.max_seqs, limits.num_pages - 2)) if fits else 0
+        written = 2 * limits.tokens_per_row - 1
+        self._num_own = own = ceil_div(written, limits.page_size)
+        self.last_start = (1 + own) * limits.page_size - written
+        """The last position at which a row's step may begin; the first one is that after the shared page."""
+        fits = limits.max_len >= (1 + own) * limits.page_size
+        self.num_rows = max(0, min(_MAX_ROWS, limits.max_seqs, (limits.num_pages - 2) // own)) if fits else 0
         self.width = -(-limits.num_positions // limits.page_size)
         """Pages that a sequence may have."""
 
@@ -46,7 +51,7 @@ class Trials:
         Yields what live rows may read of that: all but the null page and the null row. Each layer is a state of its
         own: what is right in the others hides nothing.
         """
-        pages = [part[:, : self.num_rows + 2] for part in self._parts]
+        pages = [part[:, : self.num_rows * self._num_own + 2] for part in self._parts]
         held = [tensor.clone() for tensor in pages]
         with self._tables.kept(self.num_rows):
             self._fill(pages)
@@ -82,5 +87,5 @@ class Trials:
         noises = [page(part) for part in self._parts]
         if not self.num_rows:
             return noises, []
-        trial = TrialRows(self.num_rows, self._vocab, self._size, self._tokens_per_row, numbers)
+        trial = TrialRows(self.num_rows, self._vocab, self._size, self._num_own, self.last_start, numbers)
         return noises, self._tables.trial_values(trial)

@@ -52,7 +52,7 @@ def round_columns(depth: int) -> tuple[Column, ...]:
             "limit",
             torch.int64,
             value=lambda entry: entry.sequence.max_computed,
-            trial=lambda trial: trial.whole(2 * trial.page_size - trial.tokens_per_row, 2 * trial.page_size + 1),
+            trial=lambda trial: trial.whole(trial.last_start, trial.num_positions + 1),
             is_public=True,
         ),
         Column(

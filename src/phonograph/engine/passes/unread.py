@@ -57,7 +57,7 @@ class UnreadSize:
                 writer=written,
                 value=lambda entry: _ALL,
                 # Rows of trials share what is before their own page.
-                trial=lambda trial: trial.whole(trial.page_size, 2 * trial.page_size),
+                trial=lambda trial: trial.whole(trial.page_size, trial.num_positions),
                 is_public=True,
             ),
         )

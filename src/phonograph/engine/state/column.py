@@ -96,13 +96,20 @@ class TrialRows:
     count: int
     vocab: int
     page_size: int
-    tokens_per_row: int
-    """Tokens that a row which decodes has in a step: they must find room in the row's pages."""
+    num_pages: int
+    """Of each row's own, after the one that all rows read."""
+    last_start: int
+    """Where a row's last token may be: what a step writes from there on finds room in the row's pages."""
     numbers: torch.Generator
 
     def whole(self, low: int, high: int) -> torch.Tensor:
         """A whole number for each row, below `high`."""
         return torch.randint(low, high, (self.count,), generator=self.numbers)
+
+    @property
+    def num_positions(self) -> int:
+        """Of a row, in all of its pages."""
+        return (1 + self.num_pages) * self.page_size
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ _NONE: Array = np.zeros(0, dtype=np.int64)
 
 
 def _trial_pages(trial: TrialRows) -> torch.Tensor:
-    """Page 1, which all rows read, and a page of each row's own."""
-    own = torch.arange(2, trial.count + 2)
-    return torch.stack([torch.ones_like(own), own], dim=1)
+    """Page 1, which all rows read, and each row's own."""
+    own = torch.arange(2, trial.count * trial.num_pages + 2).view(trial.count, trial.num_pages)
+    return torch.cat([torch.ones_like(own[:, :1]), own], dim=1)
 
 
 def _counted(entry: RowSource) -> tuple[Array, Array]:
@@ -61,7 +61,7 @@ PLACE = (
         writer=Writer.ENTRY | Writer.GRAPH,
         value=lambda entry: entry.start,
         access=Access.BY_ROW,
-        trial=lambda trial: trial.whole(trial.page_size, 2 * trial.page_size - trial.tokens_per_row + 1),
+        trial=lambda trial: trial.whole(trial.page_size, trial.last_start + 1),
         is_public=True,
     ),
     Column(
@@ -250,7 +250,7 @@ TOKEN_MASKS = (
         "least_length",
         torch.int64,
         value=_least_length,
-        trial=lambda trial: trial.whole(trial.page_size, 2 * trial.page_size),
+        trial=lambda trial: trial.whole(trial.page_size, trial.num_positions),
         group=MASKED,
         is_public=True,
     ),
