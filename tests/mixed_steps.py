@@ -85,7 +85,7 @@ class Scripted:
 
     width: int = 1
 
-    def of(self, decodes: Any, *, has_prompts: bool = False) -> Planned:
+    def of(self, decodes: Any, chunks: Any = ()) -> Planned:
         return Planned(self.width)
 
     def took(self, step: Any, updates: Any, probed: Any) -> None:

@@ -151,7 +151,7 @@ class Switching:
     calls: int = 0
     probes: int = 0
 
-    def of(self, decodes: Any, *, has_prompts: bool = False) -> Planned:
+    def of(self, decodes: Any, chunks: Any = ()) -> Planned:
         self.calls += 1
         width = self.widths[self.calls // self.every % len(self.widths)]
         return Planned(width, bool(self.probes) and width == 1 and self.calls % self.probes == 0)

@@ -123,7 +123,7 @@ class PlainSteps:
     def __init__(self, *, probes: bool = False) -> None:
         self._planned = Planned(1, probes)
 
-    def of(self, decodes: Any, *, has_prompts: bool = False) -> Planned:
+    def of(self, decodes: Any, chunks: Any = ()) -> Planned:
         return self._planned if decodes else Planned(1)
 
     def took(self, step: Any, updates: Any, probed: Any) -> None:
@@ -221,7 +221,7 @@ class Stretches:
     def __init__(self, plain: int) -> None:
         self._plain, self._calls, self.width = plain, 0, 1
 
-    def of(self, decodes: Any, *, has_prompts: bool = False) -> Planned:
+    def of(self, decodes: Any, chunks: Any = ()) -> Planned:
         self._calls += 1
         self.width = DEPTH + 1 if self._calls % (self._plain + 2) < 2 else 1
         return Planned(self.width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import pytest
@@ -47,6 +47,9 @@ CATCHING_UP = 0.5
 """What the drafter does before the first round after plain steps, of what a round costs more."""
 
 
+_A_PROMPT = (Chunk(rows(1)[0], 0, (1,), samples=True, enters=True),)
+
+
 class Simulation:
     """An engine whose commits lag its launches by so many steps."""
 
@@ -68,7 +71,7 @@ class Simulation:
         seconds = tokens = 0.0
         for number in range(steps):
             among = has_prompts(number)
-            width, probes = self.policy.of(self.decodes, has_prompts=among)
+            width, probes = self.policy.of(self.decodes, _A_PROMPT * among)
             assert not (probes and width > 1)
             (self.among if among else self.widths)[width] += 1
             self.probes += probes
@@ -326,7 +329,7 @@ def test_what_is_left_of_a_look_at_wide_rounds_is_not_launched_after_a_break() -
 def test_of_many_costs_some_are_told() -> None:
     sizes = (1, 2, 4, 8, 12, 16, 24, 32, 40)
     told = "1.00× at 1, 1.00× at 2, 1.00× at 4, 1.00× at 8, 1.00× at 16, 1.00× at 32, 1.00× at 40"
-    assert str(StepCosts(sizes, {4: (1.0,) * len(sizes)})) == f"4 tokens {told}"
+    assert str(StepCosts(sizes, {4: (1.0,) * len(sizes)})) == f"4 tokens {told}; not timed among prompts"
 
 
 def test_rows_that_take_no_drafts() -> None:
@@ -334,7 +337,17 @@ def test_rows_that_take_no_drafts() -> None:
         assert policy.of(rows(3, speculate=False)) == Planned(1)
         mixed = policy.of((*rows(3, speculate=False), *rows(1)))
         assert mixed == (Planned(4) if isinstance(policy, WhereDrafted) else Planned(1, probes=True))
-        assert policy.of(()) == Planned(4)
+
+
+def test_prompts_alone_are_drafted_for_where_rounds_run() -> None:
+    """Not where steps are plain anyway, nor for requests that take no drafts."""
+    barred = (Chunk(rows(1, speculate=False)[0], 0, (1,), samples=True, enters=True),)
+    always = WhereDrafted(limits())
+    assert [always.of((), chunks) for chunks in (_A_PROMPT, barred, _A_PROMPT)] == [Planned(4), Planned(1), Planned(4)]
+    paid = WherePaid(limits(), linear(1.5))
+    assert paid.of((), _A_PROMPT) == Planned(1)
+    Simulation(paid, linear(1.5), 0, 16).run(100, chance(0.9))
+    assert [paid.of((), chunks) for chunks in (_A_PROMPT, barred)] == [Planned(4), Planned(1)]
 
 
 def ended(policy: WherePaid, right: Callable[[int], int], max_outputs: int, answers: int) -> int:
@@ -462,8 +475,8 @@ class Fixed:
     def __init__(self, alone: int, among_prompts: int) -> None:
         self._planned = Planned(alone), Planned(among_prompts)
 
-    def of(self, decodes: object, *, has_prompts: bool = False) -> Planned:
-        return self._planned[has_prompts]
+    def of(self, decodes: object, chunks: Collection[Chunk] = ()) -> Planned:
+        return self._planned[bool(chunks)]
 
     def took(self, *args: object) -> None:
         """Stateless: nothing to record."""

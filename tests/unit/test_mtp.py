@@ -139,7 +139,7 @@ class Turns:
     def __init__(self, most: int) -> None:
         self.most, self.calls = most, 0
 
-    def of(self, decodes: Any, *, has_prompts: bool = False) -> Planned:
+    def of(self, decodes: Any, chunks: Any = ()) -> Planned:
         self.calls += 1
         return Planned(1 if self.calls % 4 else self.most)
 

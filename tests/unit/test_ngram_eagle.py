@@ -68,7 +68,7 @@ class InTurn:
     def __init__(self, *, plain: bool) -> None:
         self.plain, self.calls, self.most = plain, 0, DEPTH + 1
 
-    def of(self, decodes: Any, *, has_prompts: bool = False) -> Planned:
+    def of(self, decodes: Any, chunks: Any = ()) -> Planned:
         self.calls += 1
         return Planned(1 if self.plain and self.calls % 3 else self.most)
 

@@ -373,7 +373,7 @@ def test_what_a_drafter_takes_is_known_where_it_is_not_recorded() -> None:
         return llm, width
 
     llm, found = policy("buckets", (4,))
-    costs = measured_costs(llm.executor.runners, DEPTH + 1)
+    costs = measured_costs(llm.executor)
     assert costs is not None
     assert all(0 < one < 100 for one in costs.catching_up)
     llm, found = policy("backend", "disabled")

@@ -98,9 +98,9 @@ def test_where_deep_drafts_are_wrong_rounds_are_narrow() -> None:
     core.scheduler.width = policy
     tables, of = core.executor.tables, policy.of
 
-    def noting(decodes: Any, *, has_prompts: bool = False) -> Planned:
+    def noting(decodes: Any, chunks: Any = ()) -> Planned:
         tables["draft"][:, 1:] = 0
-        found = of(decodes, has_prompts=has_prompts)
+        found = of(decodes, chunks)
         widths.extend([found.width] if decodes else [])
         return found
 
@@ -117,6 +117,6 @@ def test_an_engine_where_rounds_must_pay_records_and_times_narrow_ones() -> None
         speculate="ngram", speculate_depth=3, speculate_when="pays",
     )  # fmt: skip
     llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options)
-    assert re.search(r"by rows: 4 tokens .*× at 2; 2 tokens .*× at 2\)", llm.explain())
+    assert re.search(r"by rows: 4 tokens .*× at 2; 2 tokens .*× at 2; not timed among prompts\)", llm.explain())
     found = llm.generate(PROMPTS, GREEDY)
     assert [tuple(one.tokens) for one in found] == [plain(prompt, GREEDY).tokens for prompt in PROMPTS]

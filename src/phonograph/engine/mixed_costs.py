@@ -11,18 +11,20 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from phonograph.engine.core import EngineCore
-from phonograph.engine.execution.executor import Executor
+from phonograph.engine.execution.executor import Executor, Launched
 from phonograph.engine.execution.speculation import costs_for
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.registry import StepPasses
+from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.request import Request, SamplingParams
 from phonograph.engine.requests.sequence import Sequence
+from phonograph.engine.requests.step import Chunk
 from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.scheduling.step_width import Planned
@@ -36,8 +38,8 @@ _APART = 16
 """Of one number of rows that is timed to the next."""
 _ENTERING = 16
 """Steps in which all rows must have entered."""
-_FIRST, _STEPS, _LOOKS = 2, 4, 2
-"""Steps that don't count, after those that fill the pipeline; steps of a look; looks, of which the shorter counts."""
+_FIRST, _STEPS, _LOOKS = 2, 6, 3
+"""Steps that don't count, after those that fill the pipeline; steps of a look; looks, of which the shortest counts."""
 
 
 class _UnsteadyError(Exception):
@@ -51,22 +53,43 @@ class _OneWidth:
         self._planned, self._num_rows = Planned(width), num_rows
         self.num_whole = 0
 
-    def of(self, decodes: tuple[Sequence, ...], *, has_prompts: bool = False) -> Planned:
-        self.num_whole += has_prompts and len(decodes) == self._num_rows
+    def of(self, decodes: tuple[Sequence, ...], chunks: Collection[Chunk] = ()) -> Planned:
+        self.num_whole += bool(chunks) and len(decodes) == self._num_rows
         return self._planned
 
     def took(self, *args: object) -> None:
         """Stateless: nothing to record."""
 
 
+class _UntilOneFails:
+    """The protocol `StepExecutor`. A core tries a step that raises row by row, which must not be timed: after the first
+    no other is launched."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._inner = executor
+        self.vocab, self.step_tables = executor.vocab, executor.step_tables
+        self.collect, self.put_back, self.heartbeat = executor.collect, executor.put_back, executor.heartbeat
+        self.error: Exception | None = None
+
+    def launch(self, step: Step) -> Launched:
+        if self.error is not None:
+            raise self.error
+        try:
+            return self._inner.launch(step)
+        except Exception as error:
+            self.error = error
+            raise
+
+
 class _Load:
     """Rows that decode on, and a prompt before every step, of which one token is wanted."""
 
     def __init__(self, executor: Executor, passes: StepPasses, prompt: int, num_rows: int, width: int) -> None:
-        self._executor, self._policy = executor, _OneWidth(width, num_rows)
+        self._executor, self._policy = _UntilOneFails(executor), _OneWidth(width, num_rows)
+        self._max_ahead = executor.limits.max_ahead
         scheduler = Scheduler(executor.limits, prefix_cache=False, passes=passes)
         scheduler.width = self._policy
-        self._core = EngineCore(scheduler, executor)
+        self._core = EngineCore(scheduler, self._executor)
         self._ids, numbers = itertools.count(), random.Random(0)
         self._prompt = tuple(numbers.randrange(executor.vocab) for _ in range(prompt))
         for _ in range(num_rows):
@@ -78,7 +101,7 @@ class _Load:
 
     def _enter(self) -> None:
         for _ in range(_ENTERING):
-            self._core.step()
+            self._step()
             if not self._core.scheduler.counts.waiting:
                 return
         raise _UnsteadyError("not all rows have room")
@@ -86,19 +109,22 @@ class _Load:
     def _run(self, num_steps: int) -> None:
         for _ in range(num_steps):
             self._add(self._prompt, 1)
-            self._core.step()
+            self._step()
+
+    def _step(self) -> None:
+        self._core.step()
+        if self._executor.error is not None:
+            raise self._executor.error
 
     def seconds(self) -> float:
-        """Of a step among others of its kind."""
-        device, times = self._executor.device, list[float]()
+        """Of a step among others of its kind: each waits for one before it, so the clock sees the device's time too."""
+        times = list[float]()
         self._enter()
-        self._run(self._executor.limits.max_ahead + _FIRST)
+        self._run(self._max_ahead + _FIRST)
         before = self._policy.num_whole
         for _ in range(_LOOKS):
-            device.synchronize()
             begun = time.perf_counter()
             self._run(_STEPS)
-            device.synchronize()
             times.append((time.perf_counter() - begun) / _STEPS)
         if (whole := self._policy.num_whole - before) < _LOOKS * _STEPS:
             raise _UnsteadyError(f"{whole} of {_LOOKS * _STEPS} steps had all rows and a prompt")
@@ -114,13 +140,16 @@ def step_costs(
 
 
 def with_prompts(costs: StepCosts, executor: Executor, passes: StepPasses, progress: Progress = silent) -> StepCosts:
-    """With what rounds cost among prompts, where that can be timed."""
+    """With what rounds cost among prompts, where that can be timed. No request depends on it."""
     try:
         with executor.rehearsing():
             return replace(costs, among_prompts=_measured(costs, executor, passes, progress))
-    except Exception as error:  # no request depends on the measurement
-        log.info("what rounds cost among prompts was not measured: %s: %s", type(error).__name__, error)
-        return costs
+    except _UnsteadyError as error:
+        log.info("what rounds cost among prompts was not measured: %s", error)
+    except Exception as error:
+        log.warning("what rounds cost among prompts was not measured: %s: %s", type(error).__name__, error)
+    executor.heartbeat()  # a device that answers no more is no matter of the measurement alone
+    return costs
 
 
 def _measured(

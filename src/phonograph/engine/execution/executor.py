@@ -167,6 +167,7 @@ class Executor:
             reports = [record() for record in records]
         if not self._is_trial:
             self.coverage = {name: self._covered(name) for name in self.runners if self.passes[name].declared.serves}
+        self.model.kernels.resume_overlap()  # which compiles what the first step would
         for covered in self.coverage.values():
             level = logging.WARNING if covered.gaps and self.runners[covered.phase].selection else logging.INFO
             log.log(level, "%s", covered)
@@ -231,10 +232,10 @@ class Executor:
         try:
             yield
         finally:
-            self.device.synchronize()
             self.shadow, self.timing = shadow, StepTiming(self.device, self._depth, self.passes)
             for runner in self.runners.values():
                 runner.stats.clear()
+            self.device.synchronize()
 
     @torch.inference_mode()
     def put_back(self, undone: Undone) -> None:

@@ -29,6 +29,7 @@ from phonograph.engine.passes.target_verify import HALF_ROUNDS, PLAIN_STEPS, spe
 from phonograph.engine.requests.limits import UNREAD_PLACES, half_width
 from phonograph.engine.requests.step import StepKind
 from phonograph.engine.requests.step_costs import StepCosts
+from phonograph.graphs.phases.decisions import ShapeKey
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.trust.coverage import steady_seconds
 
@@ -110,7 +111,7 @@ def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:
     if not options.speculates or when_for(options, executor.device.torch_device) == "always":
         return None
     try:
-        costs = measured_costs(executor.runners, executor.limits.tokens_per_row)
+        costs = measured_costs(executor)
     except Exception as error:  # no request depends on the measurement
         log.warning("what rounds cost could not be measured (%s: %s)", type(error).__name__, error)
         costs = None
@@ -120,31 +121,37 @@ def costs_for(options: EngineOptions, executor: Executor) -> StepCosts | None:
 
 
 @torch.inference_mode()
-def measured_costs(runners: Mapping[str, Runner], tokens_per_row: int) -> StepCosts | None:
+def measured_costs(executor: Executor) -> StepCosts | None:
     """How much longer rounds take than plain steps, for every size that has all widths; None where none has."""
-    runner, extending = runners[TARGET_VERIFY.name], runners[DRAFT_EXTEND.name]
+    runner, tokens_per_row = executor.runners[TARGET_VERIFY.name], executor.limits.tokens_per_row
     keys, passes = {(key.size, key.axes): key for key in runner.captured}, ("", HALF_ROUNDS, PLAIN_STEPS)
     recorded = [axes for axes in passes if any(axes == found for _, found in keys)]
     sizes = sorted(size for size, axes in keys if not axes and all((size, one) in keys for one in recorded))
     if not sizes or PLAIN_STEPS not in recorded:
         return None
-    seconds = {axes: [steady_seconds(runner, keys[size, axes]) for size in sizes] for axes in recorded}
+    seconds = {axes: [_seconds(executor, runner, keys[size, axes]) for size in sizes] for axes in recorded}
     plain = seconds.pop(PLAIN_STEPS)
     ratios = {
         axes: tuple(taken / least for taken, least in zip(times, plain, strict=True)) for axes, times in seconds.items()
     }
     widths = {"": tokens_per_row, HALF_ROUNDS: half_width(tokens_per_row)}
-    catching_up = _catching_up(extending, dict(zip(sizes, plain, strict=True)))
+    catching_up = _catching_up(executor, dict(zip(sizes, plain, strict=True)))
     by_width = {widths[axes]: found for axes, found in ratios.items()}
     return StepCosts(tuple(sizes), by_width, catching_up, tuple(plain))
 
 
-def _catching_up(runner: Runner, plain: Mapping[int, float]) -> tuple[float, ...]:
+def _seconds(executor: Executor, runner: Runner, key: ShapeKey) -> float:
+    """Of a replay in steps as they are in service, where the overlap of launches is resumed."""
+    return steady_seconds(runner, key, executor.model.kernels.resume_overlap)
+
+
+def _catching_up(executor: Executor, plain: Mapping[int, float]) -> tuple[float, ...]:
     """What it takes to read and draft, over a plain step, at each size, by the recording that serves it; without limit
     where none does."""
+    runner = executor.runners[DRAFT_EXTEND.name]
     keys = {key.size: key for key in runner.captured if not key.axes}
     serving = {size: min((one for one in keys if one >= size), default=0) for size in plain}
-    taken = {size: steady_seconds(runner, keys[size]) for size in set(serving.values()) if size}
+    taken = {size: _seconds(executor, runner, keys[size]) for size in set(serving.values()) if size}
     return tuple(taken.get(serving[size], math.inf) / least for size, least in plain.items())
 
 

@@ -57,7 +57,8 @@ class StepCosts:
         longer = [
             self._each(width, found, "+{:.2f}") for width, found in sorted(self.among_prompts.items(), reverse=True)
         ]
-        return "; ".join(parts) + (f"; among prompts, in plain steps: {'; '.join(longer)}" if longer else "")
+        among = f"among prompts, in plain steps: {'; '.join(longer)}" if longer else "not timed among prompts"
+        return "; ".join([*parts, among])
 
     def _each(self, width: int, found: Sequence[float], form: str) -> str:
         each = ", ".join(f"{form.format(found[at])} at {self.sizes[at]}" for at in self.told())

@@ -24,8 +24,9 @@ class Acceptance:
     """
 
     def __init__(self, depth: int) -> None:
-        self._shares, self._seen = [0.0] * depth, [_DOUBT] * depth
         self._before = depth + 1
+        self._shares, self._seen = [0.0] * depth, [_DOUBT] * depth
+        self._sum_up()
 
     def note(self, width: int, counts: Mapping[Brought, int], *, catches_up: bool = False) -> None:
         """A step of this width, and how many rows it brought what; what is not known of a place counts as the mean."""
@@ -39,7 +40,9 @@ class Acceptance:
 
     def _learn(self, places: int, counts: Mapping[Brought, int]) -> None:
         num_rows = sum(counts.values())
-        for place in range(places if num_rows else 0):
+        if not num_rows:
+            return
+        for place in range(places):
             mean = self._shares[place]
             share = (
                 sum(
@@ -50,6 +53,7 @@ class Acceptance:
             )
             seen = self._seen[place] = min(self._seen[place] + num_rows, num_rows / _WEIGHT)
             self._shares[place] += num_rows / seen * (share - mean)
+        self._sum_up()
 
     def forget(self) -> None:
         """What is known so far counts for a few rows only."""
@@ -57,8 +61,12 @@ class Acceptance:
 
     def give_up(self) -> None:
         """As if nothing had ever been accepted."""
-        self._shares, self._seen = [0.0] * len(self._shares), [_DOUBT] * len(self._seen)
+        self._shares, self._seen = [0.0] * len(self._shares), [_DOUBT] * len(self._shares)
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        self._tokens = [*accumulate(accumulate(self._shares, min), initial=1.0)]
 
     def tokens(self, width: int) -> float:
         """What a round of this width brings a row: its token, and what is accepted; no place more than one before."""
-        return 1 + sum(accumulate(self._shares[: width - 1], min))
+        return self._tokens[width - 1]

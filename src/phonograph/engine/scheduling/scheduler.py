@@ -150,7 +150,7 @@ class Scheduler:
         if not decodes and not chunks:
             return None
         self._launched = number = self._launched + 1
-        most, probes = self.width.of(decodes, has_prompts=bool(chunks))
+        most, probes = self.width.of(decodes, chunks)
         fewest, reads = fewest_of(most), self._catching_up.is_due(most, decodes, probes=probes)
         for sequence in decodes:
             sequence.num_computed += most

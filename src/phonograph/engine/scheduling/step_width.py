@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import FinishReason
 from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import ScheduledStep, Update
+from phonograph.engine.requests.step import Chunk, ScheduledStep, Update
 from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.acceptance import Acceptance, Brought
 
@@ -57,8 +57,9 @@ class Planned(NamedTuple):
 class StepWidth(Protocol):
     """Policy for the width of steps; consecutive steps with the same tuple of decodes should rarely differ."""
 
-    def of(self, decodes: tuple[Sequence, ...], *, has_prompts: bool = False) -> Planned:
-        """For a step with these decodes, and with parts of prompts among them or not."""
+    def of(self, decodes: tuple[Sequence, ...], chunks: Collection[Chunk] = ()) -> Planned:
+        """For a step with these decodes, and these parts of prompts. Without decodes, the width says how much is
+        drafted for rows whose prompts end: nothing by 1."""
         ...
 
     def took(self, step: ScheduledStep, updates: Collection[Update], probed: Collection[Counter[Brought]]) -> None:
@@ -74,10 +75,10 @@ class WhereDrafted:
         self._decodes: tuple[Sequence, ...] | None = None
         self._planned = Planned(self._most)
 
-    def of(self, decodes: tuple[Sequence, ...], *, has_prompts: bool = False) -> Planned:
-        if self._most > 1 and decodes is not self._decodes:
-            depth = self._most - 1
-            is_drafted = not decodes or any(sequence.draft_depth(depth) for sequence in decodes)
+    def of(self, decodes: tuple[Sequence, ...], chunks: Collection[Chunk] = ()) -> Planned:
+        if self._most > 1 and (not decodes or decodes is not self._decodes):
+            depth, sequences = self._most - 1, decodes or [chunk.sequence for chunk in chunks]
+            is_drafted = any(sequence.draft_depth(depth) for sequence in sequences)
             self._decodes, self._planned = decodes, Planned(self._most if is_drafted else 1)
         return self._planned
 
@@ -100,6 +101,8 @@ class WherePaid:
         depth = limits.tokens_per_row - 1
         self._drafted = WhereDrafted(limits)
         self._costs = costs
+        self._ratios: dict[tuple[int, bool], dict[int, float]] = {}
+        """By rows, with prompts or without: what steps cost by width, of those that there were."""
         self._acceptance = Acceptance(depth)
         self._width = 1
         """That of steps without prompts which are no probes."""
@@ -124,10 +127,10 @@ class WherePaid:
         self._lost = 0.0
         """The time, in plain steps, that recent rounds lost which were to pay; no less than none."""
 
-    def of(self, decodes: tuple[Sequence, ...], *, has_prompts: bool = False) -> Planned:
-        planned = self._drafted.of(decodes)
+    def of(self, decodes: tuple[Sequence, ...], chunks: Collection[Chunk] = ()) -> Planned:
+        planned, has_prompts = self._drafted.of(decodes, chunks), bool(chunks)
         if not decodes:
-            return planned
+            return planned if self._width > 1 else Planned(1)
         self._share += _SHARE_WEIGHT * (has_prompts - self._share)
         if planned.width > 1:
             num_rows = len(decodes)
@@ -140,18 +143,25 @@ class WherePaid:
 
     def _paying(self, num_rows: int, *, has_prompts: bool) -> tuple[int, dict[int, float]]:
         """The width of a step that is no probe, and what it costs by width."""
-        costs, widths = self._costs, (*self._costs.widths, 1)
-        alone = {width: costs.ratio(num_rows, width) for width in widths}
+        alone = self._ratios_of(num_rows, has_prompts=False)
         self._width = self._best(alone)
         if self._width == 1 or not (has_prompts or self._share > _SELDOM):
             return self._width, alone
-        among = {width: costs.ratio_among_prompts(num_rows, width) for width in widths}
-        best, gain = self._best_among_prompts(alone, among, (1 - self._share) * costs.to_catch_up(num_rows))
+        among = self._ratios_of(num_rows, has_prompts=True)
+        best, gain = self._best_among_prompts(alone, among, (1 - self._share) * self._costs.to_catch_up(num_rows))
         gain = self._share * gain + (1 - self._share) * (self._acceptance.tokens(self._width) - alone[self._width])
         self._is_held = gain <= (_HELD_MARGIN if self._is_held else 0.0)
         if self._is_held:
             self._width = best = 1
         return (best, among) if has_prompts else (self._width, alone)
+
+    def _ratios_of(self, num_rows: int, *, has_prompts: bool) -> dict[int, float]:
+        found = self._ratios.get((num_rows, has_prompts))
+        if found is None:
+            ratio = self._costs.ratio_among_prompts if has_prompts else self._costs.ratio
+            found = {width: ratio(num_rows, width) for width in (*self._costs.widths, 1)}
+            self._ratios[num_rows, has_prompts] = found
+        return found
 
     def _best(self, ratios: dict[int, float]) -> int:
         """The width that brings most for its time; the one that is in use wins by a margin."""

@@ -180,9 +180,12 @@ def _measured_cost(runner: Runner, gap: Gap) -> Cost:
     return Cost(gap.last, eager, nearest.size, _seconds(runner, nearest, _replay))
 
 
-def steady_seconds(runner: Runner, key: ShapeKey) -> float:
+def steady_seconds(runner: Runner, key: ShapeKey, before: Callable[[], None] | None = None) -> float:
     """How long a replay takes among others of the same recording, without loads, by the device's clock: the least of a
-    few looks. The device is never idle between them, as in steps that are launched ahead."""
+    few looks. The device is never idle between them, as in steps that are launched ahead.
+
+    `before` is called before each look, after all else that is launched for it.
+    """
     device = runner.device
     begun, ended = device.fence(timed=True), device.fence(timed=True)
     times: list[float] = []
@@ -191,6 +194,8 @@ def steady_seconds(runner: Runner, key: ShapeKey) -> float:
         phase, recording = runner.phase, runner.recording(key)
         live = runner.registry.live(sample.batch, extent, kwargs=sample.kwargs, without=phase.without)
         with entering(Current(phase.name, runner.plan.backend, Stage.REPLAYING, live.batch)):
+            if before is not None:
+                before()
             begun.record()
             for _ in range(_REPEATS):
                 recording.replay()
