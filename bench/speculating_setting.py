@@ -26,7 +26,7 @@ class Setting:
     """Batch sizes, rising: those that decodes are recorded for."""
     new_tokens: int
     long_tokens: int
-    """Of a sequence where no draft is accepted."""
+    """Of a sequence where no draft is accepted, and of the few ones of the curve."""
     prompts: int
     compared: int
     """Prompts whose answers are compared with those of plain decoding."""
@@ -39,8 +39,6 @@ class Setting:
     head: Path | None = None
     data: Path | None = None
     draft_vocab: int = 32_000
-    random_head: Path | None = None
-    """For the shape."""
 
     @property
     def drafters(self) -> dict[str, dict[str, Any]]:
@@ -58,7 +56,7 @@ class Setting:
 FULL = Setting(
     None, RandomCheckpoint(SHAPES["qwen3-8b"]), "cuda", torch.bfloat16, (1, 4, 16, 64, 256),
     (1, 2, 3, 4, 6, 8, 16, 32, 64, 96, 128, 192, 256), new_tokens=256,
-    long_tokens=512, prompts=360, compared=200, requests=400, max_len=1024, depth=4, repeats=3,
+    long_tokens=512, prompts=360, compared=200, requests=1600, max_len=1024, depth=4, repeats=5,
     mixed=(64, 128, 256, 512, 1024, 2048, 4096, 8192),
 )  # fmt: skip
 TINY = replace(

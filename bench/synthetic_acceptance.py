@@ -116,9 +116,9 @@ class Never(_Inner):
         length: torch.Tensor,
         drafts: torch.Tensor | None = None,
     ) -> AcceptedTokens:
-        depth, limit = bounds
-        none = torch.zeros_like(depth)
-        return self.inner.accept(queries, tokens, picked, (none, limit), last_token, length, drafts)
+        if picked.shape[1] > 1:  # plain steps have no drafts, and are to take what they take in service
+            bounds = torch.zeros_like(bounds[0]), bounds[1]
+        return self.inner.accept(queries, tokens, picked, bounds, last_token, length, drafts)
 
 
 def expected(rate: float, depth: int) -> float:
