@@ -23,7 +23,8 @@ from phonograph import verify
 from phonograph.devices import open_device
 from phonograph.engine.checkpoints import default_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.llm import LLM, Completion
+from phonograph.engine.completion import Completion
+from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.requests.request import SamplingParams

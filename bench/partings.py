@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from engine_logits import sequence_logits
 
-from phonograph.engine.llm import LLM, Completion
+from phonograph.engine.completion import Completion
+from phonograph.engine.llm import LLM
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.engine.sampling.penalties import Penalties, penalise
 from phonograph.engine.sampling.sampler import SamplingRows, gumbel, kept

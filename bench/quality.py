@@ -20,7 +20,8 @@ from typing import Any
 import report
 import torch
 
-from phonograph.engine.llm import LLM, Completion
+from phonograph.engine.completion import Completion
+from phonograph.engine.llm import LLM
 from phonograph.engine.options import DTYPES, EngineOptions
 from phonograph.engine.requests.request import SamplingParams
 from phonograph.graphs.planning.settings import ask

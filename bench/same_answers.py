@@ -11,7 +11,8 @@ import torch
 from engine_logits import sequence_logits
 from partings import Judge, off_by, parting
 
-from phonograph.engine.llm import LLM, Completion
+from phonograph.engine.completion import Completion
+from phonograph.engine.llm import LLM
 from phonograph.engine.requests.request import SamplingParams
 
 Answers = dict[str, list[Completion]]

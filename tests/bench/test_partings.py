@@ -13,7 +13,7 @@ from same_answers import ways
 
 from phonograph import LLM, EngineOptions, SamplingParams
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.llm import Completion
+from phonograph.engine.completion import Completion
 from phonograph.engine.models.config import SHAPES
 
 NEW_TOKENS = 24

@@ -10,7 +10,8 @@ from reference import reference_model
 
 from phonograph import RequestError
 from phonograph.engine.checkpoints.random import RandomCheckpoint
-from phonograph.engine.llm import LLM, Completion
+from phonograph.engine.completion import Completion
+from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.requests.limits import Limits

@@ -12,7 +12,8 @@ from phonograph.cli.flags import add_engine_flags, add_sampling_flags, arguments
 from phonograph.graphs.progress import bar
 
 if TYPE_CHECKING:
-    from phonograph.engine.llm import LLM, Completion
+    from phonograph.engine.completion import Completion
+    from phonograph.engine.llm import LLM
 
 HELP = "complete a prompt"
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from phonograph.engine.checkpoints.base import Checkpoint, breaks_of, implementa
 from phonograph.engine.checkpoints.generation_config import described
 from phonograph.engine.checkpoints.loading import load_model
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.completion import Completion, CompletionReader
 from phonograph.engine.core import EngineCore
 from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.shadow import described_checks, shadowing_for
@@ -41,15 +41,14 @@ from phonograph.engine.ops.queries import Attention
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.registry import step_passes_for
 from phonograph.engine.precision import precision_for
-from phonograph.engine.requests.hidden_states import states_of
 from phonograph.engine.requests.pooling import Pooling
 from phonograph.engine.requests.request import FinishReason, Request, SamplingParams
-from phonograph.engine.requests.sequence import PromptLogprob, Sequence, TokenLogprob
+from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.vectors import embedding_of, normalized
 from phonograph.engine.scheduling.prompts import as_params, as_prompts, as_token_ids
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.scheduling.step_width import width_by
-from phonograph.engine.text import ChatTemplate, ContentGuard, StopStrings, TextReader, Tokenizer
+from phonograph.engine.text import ChatTemplate, ContentGuard, Tokenizer
 from phonograph.engine.text.bad_words import with_bad_words
 from phonograph.engine.text.guidance import Guidance
 from phonograph.engine.text.stops import with_special_stops
@@ -62,57 +61,6 @@ from phonograph.graphs.running.runner_options import RunnerOptions
 log = logging.getLogger("phonograph")
 
 Message = Mapping[str, object]
-
-
-@dataclass
-class Completion:
-    """The result of one sequence."""
-
-    prompt: tuple[int, ...]
-    index: int = 0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each token, where they were requested."""
-    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
-    """One for each token of the prompt but the first, where they were requested."""
-    hidden_states: npt.NDArray[np.float32] | None = None
-    """[any, hidden], where they were requested, once it has ended: of each token what it was picked from; or of every
-    position of prompt and output but the last."""
-    text: str = ""
-    finish: FinishReason | None = None
-    error: str = ""
-
-
-class _Reader:
-    """Follows one sequence: its result so far."""
-
-    def __init__(self, sequences: Many[Sequence], index: int, tokenizer: Tokenizer | None, *, continues: bool) -> None:
-        """Of the sequences of a request, the one with this index; what is known of their prompt, the first has."""
-        self.sequence = sequence = sequences[index]
-        self._prompt_states = sequences[0].prompt_states
-        self.done = Completion(sequence.request.prompt, sequence.index)
-        params, after = sequence.request.params, sequence.request.prompt if continues else ()
-        stops, is_guided = StopStrings(params.stop), params.grammar is not None
-        self._text = TextReader(
-            tokenizer,
-            stops,
-            stop_ids=sequence.stop_ids,
-            after=after,
-            verbatim=is_guided,
-            min_tokens=params.min_tokens,
-        )
-
-    def take(self, tokens: tuple[int, ...], finish: FinishReason | None) -> tuple[str, bool]:
-        """New text that is safe to show, and whether a stop string was hit."""
-        text, widths, hit = self._text.take(tokens, is_last=finish is not None)
-        self.done.tokens += tokens[: len(widths)]
-        self.done.logprobs += self.sequence.logprobs[len(self.done.logprobs) : len(self.done.tokens)]
-        self.done.text += text
-        if hit or finish is not None:
-            self.done.finish = FinishReason.STOP if hit else finish
-            self.done.error = self.sequence.error
-            self.done.hidden_states = states_of(self.sequence, self._prompt_states, len(self.done.tokens))
-        return text, hit
 
 
 class LLM:
@@ -348,7 +296,7 @@ class LLM:
         self, prompts: Many[tuple[int, ...]], params: Many[SamplingParams], *, continues: bool
     ) -> list[Completion]:
         with self._alone():
-            readers = dict[Sequence, _Reader]()
+            readers = dict[Sequence, CompletionReader]()
             for prompt, one in zip(prompts, params, strict=True):
                 readers |= self._submit([prompt], one, continues=continues)
             for _ in self._run(readers):
@@ -364,15 +312,15 @@ class LLM:
 
     def _submit(
         self, prompts: Many[tuple[int, ...]], params: SamplingParams, *, continues: bool = True
-    ) -> dict[Sequence, _Reader]:
+    ) -> dict[Sequence, CompletionReader]:
         """With `continues` an output goes on where its prompt ended: a leading space belongs to it."""
         params = with_special_stops(params.resolved(self.sampling), self.tokenizer, self.executor.vocab)
         params = with_bad_words(params, self.tokenizer)
-        readers = dict[Sequence, _Reader]()
+        readers = dict[Sequence, CompletionReader]()
         for prompt in prompts:
             sequences = self._added(prompt, params)
             for index, sequence in enumerate(sequences):
-                readers[sequence] = reader = _Reader(sequences, index, self.tokenizer, continues=continues)
+                readers[sequence] = reader = CompletionReader(sequences, index, self.tokenizer, continues=continues)
                 reader.done.prompt_logprobs = sequences[0].prompt_logprobs  # the first is scored, for all of them
         return readers
 
@@ -383,7 +331,7 @@ class LLM:
         self._submitted.append(request.id)
         return self.core.add(request)
 
-    def _run(self, readers: dict[Sequence, _Reader]) -> Generator[tuple[Sequence, str], None, None]:
+    def _run(self, readers: dict[Sequence, CompletionReader]) -> Generator[tuple[Sequence, str], None, None]:
         """Step until all are done; a caller that stops iterating cancels the rest."""
         left = set(readers)
         try:
