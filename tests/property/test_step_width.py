@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -306,24 +307,39 @@ def test_few_probes_find_a_good_drafter() -> None:
 
 def test_a_probe_is_not_of_drafts_that_a_narrower_round_made() -> None:
     """After a round its own drafts are at hand, which may be of fewer places."""
-    policy = WherePaid(limits(), linear(1.5))
-    assert policy.of(rows(1)) == Planned(1, probes=True)
-    found = Simulation(policy, linear(1.5), 0, 16)
-    found.run(200, chance(0.9))
-    assert found.widths[4] > 150
+    policy, decodes = WherePaid(limits(), linear(1.5)), rows(16)
+    assert policy.of(decodes) == Planned(1, probes=True)
+    policy._credit = 0.0
+    assert not any(policy.of(decodes).probes for _ in range(9)), "now one is due, and can't be paid for"
+    policy._acceptance.note_probe(whole(*[4] * 16))
+    assert policy.of(decodes).width == 4
     policy._acceptance.give_up()
-    decodes = rows(16)
+    policy._credit = 1.0
     assert [policy.of(decodes) for _ in range(3)] == [Planned(1), Planned(1, probes=True), Planned(1)]
+
+
+def test_probes_lie_so_far_apart_that_the_last_one_is_known() -> None:
+    policy = WherePaid(limits(), StepCosts(SIZES, {4: (1.5,) * 4}))
+    assert [policy.of(rows(1)).probes for _ in range(13)] == [True, *[False] * 3] * 3 + [True]
+
+
+def looking(policy: WherePaid) -> Planned:
+    """The first round of a look at wide ones."""
+    return next(planned for _ in range(5000) if (planned := policy.of(rows(16))).width == 4)
 
 
 def test_what_is_left_of_a_look_at_wide_rounds_is_not_launched_after_a_break() -> None:
     policy = WherePaid(limits(), linear(1.6))
     found = Simulation(policy, linear(1.6), 0, 16)
     found.run(300, chance(0.4))
-    while policy.of(rows(16)).width != 4:
-        pass
+    looking(policy)
     assert policy.of(rows(16, speculate=False)).width == 1
     assert policy.of(rows(16)).width == 2
+    looking(policy)
+    policy._acceptance.give_up()
+    assert policy.of(rows(16)).width == 1
+    policy._acceptance.note_probe(whole(*[2] * 16))
+    assert [policy.of(rows(16)).width for _ in range(3)] == [2] * 3
 
 
 def test_of_many_costs_some_are_told() -> None:
@@ -392,8 +408,7 @@ def test_a_look_at_wide_rounds_ends_where_rows_come_for_which_they_are_dear() ->
     costs = StepCosts(SIZES, {4: (1.2, 1.6, 1.6, 3.5), 2: (1.1, 1.2, 1.2, 1.2)}, (0.3,) * 4)
     policy = WherePaid(limits(), costs)
     Simulation(policy, costs, 0, 16).run(300, chance(0.4))
-    while policy.of(rows(16)).width != 4:
-        pass
+    looking(policy)
     assert [policy.of(rows(64)).width for _ in range(5)] == [2] * 5
 
 
@@ -424,12 +439,13 @@ def arrivals(share: float, seed: int = 7) -> Callable[[int], bool]:
 
 
 def test_costs_among_prompts_are_those_of_the_next_size() -> None:
-    costs = StepCosts((1, 4), {4: (1.5, 1.7), 2: (1.2, 1.3)}, among_prompts={4: (0.25, 2.0)})
+    costs = StepCosts((1, 4), {4: (1.5, 1.7), 2: (1.2, 1.3)}, among_prompts={4: (0.25, 2.0)}, among_rows=(1, 3))
     assert [costs.ratio_among_prompts(count, 4) for count in (1, 2, 4, 9)] == [1.25, 3.0, 3.0, 3.0]
     assert costs.ratio_among_prompts(4, 2) == 1.3, "as without prompts, where nothing was measured"
     assert costs.ratio_among_prompts(4, 1) == 1.0
     told = "4 tokens 1.50× at 1, 1.70× at 4; 2 tokens 1.20× at 1, 1.30× at 4; among prompts, in plain steps: "
     assert str(costs) == told + "4 tokens +0.25 at 1, +2.00 at 4"
+    assert str(replace(costs, among_rows=(1,))) == told + "4 tokens +0.25 at 1", "what was timed, and no more"
 
 
 @pytest.mark.parametrize(("longer", "is_round"), [(0.1, True), (0.6, True), (1.5, False), (4.0, False)])
@@ -441,6 +457,32 @@ def test_among_prompts_rounds_run_where_they_pay_there(longer: float, is_round: 
     assert found.widths[4] > 0.95 * found.widths.total()
     assert (found.among[1] < 0.1 * found.among.total()) == is_round
     assert (found.among[1] > 0.9 * found.among.total()) != is_round
+
+
+def test_rounds_tell_what_probes_would() -> None:
+    """Plain steps among prompts are no probes where the others are rounds."""
+    found = simulated(among(1.5, 2.0), num_rows=16)
+    found.run(200, chance(0.7))
+    before = found.probes
+    found.run(2000, chance(0.7), arrivals(0.5))
+    assert found.among[1] > 900
+    assert found.widths[4] > 900
+    assert found.probes - before <= 2
+
+
+def test_what_rounds_among_prompts_lose_is_noticed() -> None:
+    """By what they cost there: twice as much as their tokens bring, where those without prompts gain."""
+    costs = among(1.2, 0.3)
+    found = simulated(costs, 0, 16)
+    found.run(400, chance(0.9), arrivals(1.0))
+    assert found.among[4] > 350
+    policy, longer = found.policy, among(1.2, 3.0)
+    assert isinstance(policy, WherePaid)
+    policy._costs = longer  # as chosen by other figures
+    step = ScheduledStep(9999, found.decodes, (CHUNK,), (), 4, pass_name="x")
+    for _ in range(2):
+        policy.took(step, [(one, (TOKEN,) * 2, None) for one in found.decodes], [])
+    assert policy._lost == pytest.approx(2 * (4.0 - 2))
 
 
 def test_where_it_was_not_measured_steps_with_prompts_go_by_the_others() -> None:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -29,21 +29,28 @@ from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.scheduling.step_width import Planned
 from phonograph.graphs.progress import Progress, silent
+from phonograph.sizes import ceil_div
 
 log = logging.getLogger("phonograph")
 
 _PROMPT = 128
-"""Tokens of the prompt in each step, as far as there is room."""
+"""Tokens of the longest prompt in a step, as far as there is room."""
 _APART = 16
 """Of one number of rows that is timed to the next."""
 _ENTERING = 16
 """Steps in which all rows must have entered."""
 _FIRST, _STEPS, _LOOKS = 2, 6, 3
 """Steps that don't count, after those that fill the pipeline; steps of a look; looks, of which the shortest counts."""
+_ENOUGH = 2.0
+"""Seconds after which no third look begins; one alone may have been disturbed."""
 
 
 class _UnsteadyError(Exception):
     """Steps were not what was to be timed."""
+
+
+class _StepFailed(BaseException):
+    """A step raised. No `Exception`: a core would try the rows of such a step one by one, whose time is no step's."""
 
 
 class _OneWidth:
@@ -62,34 +69,29 @@ class _OneWidth:
 
 
 class _UntilOneFails:
-    """The protocol `StepExecutor`. A core tries a step that raises row by row, which must not be timed: after the first
-    no other is launched."""
+    """The protocol `StepExecutor`: steps of another one until the first that raises."""
 
     def __init__(self, executor: Executor) -> None:
         self._inner = executor
         self.vocab, self.step_tables = executor.vocab, executor.step_tables
         self.collect, self.put_back, self.heartbeat = executor.collect, executor.put_back, executor.heartbeat
-        self.error: Exception | None = None
 
     def launch(self, step: Step) -> Launched:
-        if self.error is not None:
-            raise self.error
         try:
             return self._inner.launch(step)
         except Exception as error:
-            self.error = error
-            raise
+            raise _StepFailed from error
 
 
 class _Load:
     """Rows that decode on, and a prompt before every step, of which one token is wanted."""
 
     def __init__(self, executor: Executor, passes: StepPasses, prompt: int, num_rows: int, width: int) -> None:
-        self._executor, self._policy = _UntilOneFails(executor), _OneWidth(width, num_rows)
+        self._policy = _OneWidth(width, num_rows)
         self._max_ahead = executor.limits.max_ahead
         scheduler = Scheduler(executor.limits, prefix_cache=False, passes=passes)
         scheduler.width = self._policy
-        self._core = EngineCore(scheduler, self._executor)
+        self._core = EngineCore(scheduler, _UntilOneFails(executor))
         self._ids, numbers = itertools.count(), random.Random(0)
         self._prompt = tuple(numbers.randrange(executor.vocab) for _ in range(prompt))
         for _ in range(num_rows):
@@ -101,34 +103,27 @@ class _Load:
 
     def _enter(self) -> None:
         for _ in range(_ENTERING):
-            self._step()
+            self._core.step()
             if not self._core.scheduler.counts.waiting:
                 return
         raise _UnsteadyError("not all rows have room")
 
     def _run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self._add(self._prompt, 1)
-            self._step()
-
-    def _step(self) -> None:
-        self._core.step()
-        if self._executor.error is not None:
-            raise self._executor.error
+        """Prompts differ in length, lest one width alone goes into a larger recording."""
+        for number in range(num_steps):
+            self._add(self._prompt[: ceil_div(len(self._prompt) * (number % _STEPS + 1), _STEPS)], 1)
+            self._core.step()
 
     def seconds(self) -> float:
         """Of a step among others of its kind: each waits for one before it, so the clock sees the device's time too."""
-        times = list[float]()
         self._enter()
         self._run(self._max_ahead + _FIRST)
-        before = self._policy.num_whole
-        for _ in range(_LOOKS):
-            begun = time.perf_counter()
-            self._run(_STEPS)
-            times.append((time.perf_counter() - begun) / _STEPS)
-        if (whole := self._policy.num_whole - before) < _LOOKS * _STEPS:
-            raise _UnsteadyError(f"{whole} of {_LOOKS * _STEPS} steps had all rows and a prompt")
-        return min(times)
+        before, begun = self._policy.num_whole, time.perf_counter()
+        self._run(_STEPS)
+        seconds = time.perf_counter() - begun
+        if (whole := self._policy.num_whole - before) < _STEPS:
+            raise _UnsteadyError(f"{whole} of {_STEPS} steps had all rows and a prompt")
+        return seconds / _STEPS
 
 
 def step_costs(
@@ -136,42 +131,74 @@ def step_costs(
 ) -> StepCosts | None:
     """The measured cost of rounds, among prompts too; None where they are launched whatever they cost."""
     costs = costs_for(options, executor)
-    return with_prompts(costs, executor, passes, progress) if costs is not None and options.mixed else costs
+    if costs is None:
+        return None
+    if not options.mixed:
+        return replace(costs, untimed="they have steps of their own")
+    return with_prompts(costs, executor, passes, progress)
 
 
 def with_prompts(costs: StepCosts, executor: Executor, passes: StepPasses, progress: Progress = silent) -> StepCosts:
     """With what rounds cost among prompts, where that can be timed. No request depends on it."""
     try:
         with executor.rehearsing():
-            return replace(costs, among_prompts=_measured(costs, executor, passes, progress))
+            return _measured(costs, executor, passes, progress)
     except _UnsteadyError as error:
-        log.info("what rounds cost among prompts was not measured: %s", error)
-    except Exception as error:
-        log.warning("what rounds cost among prompts was not measured: %s: %s", type(error).__name__, error)
+        why = f"{error}"
+        log.info("what rounds cost among prompts was not measured: %s", why)
+    except _StepFailed as failed:
+        why = f"{type(failed.__cause__).__name__}: {failed.__cause__}"
+        log.warning("what rounds cost among prompts was not measured: %s", why)
     executor.heartbeat()  # a device that answers no more is no matter of the measurement alone
-    return costs
+    return replace(costs, untimed=why)
 
 
-def _measured(
-    costs: StepCosts, executor: Executor, passes: StepPasses, progress: Progress
-) -> dict[int, tuple[float, ...]]:
-    """By width, how many plain steps longer a step with prompts takes, at each size; between those that were timed it
-    grows evenly."""
+def _measured(costs: StepCosts, executor: Executor, passes: StepPasses, progress: Progress) -> StepCosts:
+    """With how many plain steps longer a step with prompts takes, at each size; between the numbers of rows that were
+    timed it grows evenly, and of more it is that of the most."""
     limits = executor.limits
-    room = limits.max_seqs - limits.max_ahead - 2  # prompts that ended have their rows until their steps are committed
+    kept = limits.max_ahead + 2  # prompts that ended have their rows until their steps are committed
+    room = limits.max_seqs - kept
     if room < 1:
-        raise _UnsteadyError(f"{limits.max_seqs} rows have no room for prompts")
+        raise _UnsteadyError(f"that takes {kept + 1} sequences at once, and {limits.max_seqs} may run")
     prompt = min(_PROMPT, limits.max_chunk, limits.max_tokens - room * limits.tokens_per_row, limits.longest_prompt())
-    rows, widths = list(_timed(costs.sizes, room)), (*costs.widths, 1)
-    seconds = dict[tuple[int, int], float]()
-    for done, (num_rows, width) in enumerate(itertools.product(rows, widths), 1):
-        seconds[num_rows, width] = _Load(executor, passes, prompt, num_rows, width).seconds()
-        progress("timing rounds among prompts", done, len(rows) * len(widths))
-    found = dict[int, tuple[float, ...]]()
-    for width in costs.widths:
-        longer = [max(0.0, seconds[num_rows, width] - seconds[num_rows, 1]) for num_rows in rows]
-        by_size = np.interp(costs.sizes, rows, longer) / np.array(costs.plain_seconds)
-        found[width] = tuple(by_size.tolist())
+    widths = (*costs.widths, 1)
+
+    def look(num_rows: int) -> dict[int, float]:
+        return {width: _Load(executor, passes, prompt, num_rows, width).seconds() for width in widths}
+
+    found = _least(look, list(_timed(costs.sizes, room)), progress)
+
+    def longer(width: int) -> tuple[float, ...]:
+        seconds = [max(0.0, by_width[width] - by_width[1]) for by_width in found.values()]
+        return tuple((np.interp(costs.sizes, [*found], seconds) / np.array(costs.plain_seconds)).tolist())
+
+    return replace(costs, among_prompts={width: longer(width) for width in costs.widths}, among_rows=tuple(found))
+
+
+def _least(look: Callable[[int], dict[int, float]], rows: list[int], progress: Progress) -> dict[int, dict[int, float]]:
+    """By rows and width the shortest time of some looks; rows that were not steady are left out.
+
+    All rows and widths take turns: what disturbs the host for a while makes none of them look dear, or cheap.
+    """
+    found, begun, total = dict[int, dict[int, float]](), time.perf_counter(), _LOOKS * len(rows)
+    for done in range(0, total, len(rows)):
+        if done > len(rows) and time.perf_counter() - begun > _ENOUGH:
+            break
+        for index, num_rows in enumerate(rows):
+            progress("timing rounds among prompts", done + index, total)
+            if done and num_rows not in found:
+                continue
+            try:
+                seconds = look(num_rows)
+            except _UnsteadyError as error:
+                log.info("what rounds cost among prompts was not measured with %d rows: %s", num_rows, error)
+                continue
+            least = found.get(num_rows, seconds)
+            found[num_rows] = {width: min(taken, least[width]) for width, taken in seconds.items()}
+    progress("timing rounds among prompts", total, total)
+    if not found:
+        raise _UnsteadyError("no number of rows was steady")
     return found
 
 

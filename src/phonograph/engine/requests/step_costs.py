@@ -25,6 +25,10 @@ class StepCosts:
     among_prompts: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     """Tokens of each row in a round → how many plain steps longer a step with prompts takes for it, at each size; as
     much longer as a step without any where nothing was measured."""
+    among_rows: tuple[int, ...] = ()
+    """How many rows decoded where that was timed, rising; at other sizes it follows from these."""
+    untimed: str = ""
+    """Why nothing was timed among prompts."""
 
     @property
     def widths(self) -> list[int]:
@@ -53,13 +57,16 @@ class StepCosts:
         return [at for at, size in enumerate(self.sizes) if is_power_of_two(size) or size == self.sizes[-1]]
 
     def __str__(self) -> str:
-        parts = [self._each(width, self.ratios[width], "{:.2f}×") for width in self.widths]
+        parts = [self._each(width, self.ratios[width], self.told(), "{:.2f}×") for width in self.widths]
+        timed = sorted({self._at(num_rows) for num_rows in self.among_rows})
         longer = [
-            self._each(width, found, "+{:.2f}") for width, found in sorted(self.among_prompts.items(), reverse=True)
+            self._each(width, found, timed, "+{:.2f}")
+            for width, found in sorted(self.among_prompts.items(), reverse=True)
         ]
-        among = f"among prompts, in plain steps: {'; '.join(longer)}" if longer else "not timed among prompts"
+        why = f": {self.untimed}" if self.untimed else ""
+        among = f"among prompts, in plain steps: {'; '.join(longer)}" if longer else f"not timed among prompts{why}"
         return "; ".join([*parts, among])
 
-    def _each(self, width: int, found: Sequence[float], form: str) -> str:
-        each = ", ".join(f"{form.format(found[at])} at {self.sizes[at]}" for at in self.told())
+    def _each(self, width: int, found: Sequence[float], told: Sequence[int], form: str) -> str:
+        each = ", ".join(f"{form.format(found[at])} at {self.sizes[at]}" for at in told)
         return f"{width} tokens {each}"

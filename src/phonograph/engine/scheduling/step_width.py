@@ -94,7 +94,8 @@ class WherePaid:
     a probe: drafts before a plain step that are compared with what comes, or wider rounds than those in use.
 
     A step with prompts has a round where that takes less time than the tokens that it brings would take in steps
-    without any. A probe is paid for when it is launched, as if it brought nothing: what is in flight counts.
+    without any, and what the drafter would have to do after a plain one. A probe is paid for when it is launched, as if
+    it brought nothing: what is in flight counts.
     """
 
     def __init__(self, limits: Limits, costs: StepCosts) -> None:
@@ -146,6 +147,7 @@ class WherePaid:
         alone = self._ratios_of(num_rows, has_prompts=False)
         self._width = self._best(alone)
         if self._width == 1 or not (has_prompts or self._share > _SELDOM):
+            self._is_held = False
             return self._width, alone
         among = self._ratios_of(num_rows, has_prompts=True)
         best, gain = self._best_among_prompts(alone, among, (1 - self._share) * self._costs.to_catch_up(num_rows))
@@ -188,12 +190,12 @@ class WherePaid:
 
     def _plain(self, ratios: dict[int, float], num_rows: int) -> Planned:
         """A plain step, before which drafts are made now and then; not where the last ones are of fewer places, nor
-        where no round could pay."""
+        where no round could pay, nor where those without prompts do: these tell as much."""
         self._wide_left, self._num_since = 0, self._num_since + 1
         price = _LAUNCH_PRICE + self._costs.to_catch_up(num_rows)
         if price > _DEAREST or not any(ratio < width for width, ratio in ratios.items() if width > 1):
             return Planned(1)
-        is_due = self._num_since > self._apart and self._last == 1
+        is_due = self._num_since > self._apart and self._last == self._width == 1
         if not self._pays(price, ratios[1], stake_of(num_rows), is_due=is_due):
             return Planned(1)
         self._num_since = 0
@@ -260,7 +262,8 @@ class WherePaid:
     def __str__(self) -> str:
         costs, most = self._costs, _DEAREST - _LAUNCH_PRICE
         dear = [f"{costs.sizes[at]}" for at in costs.told() if costs.to_catch_up(costs.sizes[at]) > most]
-        rows = f"not probed at {', '.join(dear)}, where drafting alone takes over {most:.1f} plain steps"
+        where = "at any size, so no round is run" if len(dear) == len(costs.told()) else f"at {', '.join(dear)}"
+        rows = f"not probed {where}: drafting alone takes over {most:.1f} plain steps"
         return f"where that pays (a round costs, by rows: {costs}{f'; {rows}' if dear else ''})"
 
 

@@ -116,7 +116,7 @@ class Exposition:
             ("spec_decode_num_draft_tokens", "Drafted tokens that could be accepted.", sum(found.drafted)),
             ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", sum(found.accepted)),
             ("spec_decode_round_tokens", "Tokens of these rounds, the target's own included.", found.tokens),
-            ("spec_decode_num_probes", "Sequences whose drafts were compared in plain steps.", found.probed),
+            ("spec_decode_num_probes", "Drafts of a sequence that were compared in plain steps.", found.probed),
             ("spec_decode_probe_tokens", "Tokens that rounds would have brought these.", found.probed_tokens),
         ):
             yield self._counter(name, text, [], [((), value)])
