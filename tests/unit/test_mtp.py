@@ -41,6 +41,7 @@ from phonograph.engine.passes.target_verify import speculating_passes
 from phonograph.engine.requests.request import FinishReason, Request
 from phonograph.engine.requests.sequence import Sequence as Seq
 from phonograph.engine.scheduling.step_width import Planned
+from phonograph.graphs.planning.settings import ask
 from random_modules import HIDDEN, TARGET, config, tensors, written
 from speculation import MAX_LEN, Driver, Switching, check, plain, plain_llm, speculating
 
@@ -229,6 +230,20 @@ def test_weights_without_sense_change_no_output(tmp_path: Path) -> None:
 
 def test_the_recordings_are_right_and_a_steady_round_is_one_launch(folder: Path) -> None:
     expect_steady_rounds(drafting(folder, 2))
+
+
+@pytest.mark.parametrize("backend", ["breakable", pytest.param("full", marks=pytest.mark.slow)])
+def test_all_of_their_recordings_are_those_of_the_eager_path(folder: Path, backend: str) -> None:
+    """What the first of several modules attends to is read by the next: by token, wherever a recording does so."""
+    options = EngineOptions(
+        max_seqs=1, max_tokens=16, max_len=64, page_size=16, dtype=torch.float32, verify="all", speculate="mtp",
+        draft=folder, speculate_depth=2,
+    )  # fmt: skip
+    asked = [ask("prefill.backend", backend, origin="test")]
+    llm = LLM(RandomCheckpoint(TARGET), device="emulated", options=options, asked=asked)
+    assert llm.verified["prefill"].ok
+    [found] = llm.generate([list(PROMPTS[0])], GREEDY)
+    assert tuple(found.tokens) == plain(PROMPTS[0], GREEDY).tokens
 
 
 def test_a_page_costs_what_the_modules_keep_too(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,6 +142,7 @@ class PrefillBody:
     def __init__(self, parts: PassParts, rounds: Rounds | None, backend: str) -> None:
         self._parts = parts
         self._rounds = rounds
+        self._attends_in_gaps = backend in BREAKING
         model = parts.model_for(backend)
         inner = model.attention
         self._model = model.with_attention(GapAttention(inner if rounds is None else ApartAttention(inner)))
@@ -174,7 +175,12 @@ class PrefillBody:
             hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=wanted)
             return TokenStates(hidden.states, tokens, rows, positions)
         hidden = self._model.hidden(tokens, queries, self._parts.cache, wanted=wanted, taps=rounds.taps)
-        features = rounds.read(tokens, batch.following, queries, hidden.taps) if rounds.taps else None
+        if not rounds.taps:
+            return TokenStates(hidden.states, tokens, rows, positions)
+        # In gaps of a recording the model attends by spans. What reads its states is recorded, and attends by token.
+        if self._attends_in_gaps:
+            queries = replace(queries, spans=None, spans_from=0)
+        features = rounds.read(tokens, batch.following, queries, hidden.taps)
         return TokenStates(hidden.states, tokens, rows, positions, features)
 
     def tail(self, hidden: torch.Tensor, batch: PrefillBatch) -> Picked:
