@@ -17,7 +17,7 @@ from phonograph.engine.execution.executor import Executor
 from phonograph.engine.execution.step_builder import StepBuilder, StepTables
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.ops.queries import Span
-from phonograph.engine.passes.prefill import PrefillBatches
+from phonograph.engine.passes.prefill_batch import PrefillBatches
 from phonograph.engine.passes.registry import DECODE, HEARTBEAT, PASSES, PHASES, PREFILL
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import Request, SamplingParams

@@ -24,7 +24,8 @@ from phonograph.engine.models.config import SHAPES
 from phonograph.engine.passes.base import Pass, PassParts
 from phonograph.engine.passes.chain import chained
 from phonograph.engine.passes.decode import DecodeBatch, decode_pass
-from phonograph.engine.passes.prefill import PrefillBatch, prefill_pass
+from phonograph.engine.passes.prefill import prefill_pass
+from phonograph.engine.passes.prefill_batch import PrefillBatch
 from phonograph.engine.passes.registry import DECODE, HEARTBEAT, PHASES, PREFILL, kept_by
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.requests.request import Request

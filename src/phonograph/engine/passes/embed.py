@@ -9,14 +9,8 @@ import numpy as np
 import torch
 
 from phonograph.engine.passes.base import Pass, PassParts
-from phonograph.engine.passes.prefill import (
-    PrefillBatch,
-    PrefillBatches,
-    PrefillBody,
-    PrefillSample,
-    TokenStates,
-    prefill_pass,
-)
+from phonograph.engine.passes.prefill import PrefillBody, PrefillSample, TokenStates, prefill_pass
+from phonograph.engine.passes.prefill_batch import PrefillBatch, PrefillBatches
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import EMBED, PassDeclaration
 from phonograph.engine.passes.rounds import Rounds

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,54 +13,16 @@ from phonograph.engine.ops.attention.apart import ApartAttention
 from phonograph.engine.ops.attention.gaps import GapAttention
 from phonograph.engine.ops.queries import Queries, Span
 from phonograph.engine.passes.base import Pass, PassParts
+from phonograph.engine.passes.prefill_batch import PrefillBatch, PrefillBatches, after_rounds, rows_and_positions
 from phonograph.engine.passes.prompt_scores import PromptScores, score_prompts
 from phonograph.engine.passes.readback import Picked
 from phonograph.engine.passes.registry import PREFILL, PassDeclaration
 from phonograph.engine.passes.rounds import PickedPlaces, Rounds, joined, widened
-from phonograph.engine.passes.step import Step
-from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.needs import SamplingNeeds
 from phonograph.errors import DeclarationError
 from phonograph.graphs.inputs.extent import Dim, Extent
 from phonograph.graphs.inputs.slot import Pad, Slot
 from phonograph.graphs.phases.context import BREAKING, Stage, current
-from phonograph.sizes import ceil_div
-
-
-@dataclass(frozen=True)
-class PrefillBatch:
-    """Prompt chunks and, before them, rows that decode: their tokens come from the tables."""
-
-    tokens: Any
-    rows: Any
-    positions: Any
-    """Of rows that decode several tokens in a step, the offset from the row's length, which only the tables know."""
-    decoding: Any
-    ends: Any
-    """Index of the last token of every sequence that samples; of one that decodes, all of its tokens. Then those of
-    prompt tokens that the likelihood of the next one is wanted after, and of those whose hidden state is wanted."""
-    width: int
-    needs: SamplingNeeds
-    spans: tuple[Span, ...] | None
-    """Of the sequences whose places the host knows."""
-    spans_from: int = 0
-    """Index of the first token that spans tell of; before it are those of rows that decode several."""
-    targets: Any = None
-    """What follows the scored ones of `ends` in their prompts; None where no prompt is scored."""
-    following: Any = None
-    """The token after each one of a prompt, for rounds that read it; where it is yet to be picked, -1."""
-    tokens_per_row: int = 1
-    """Tokens of each row that decodes."""
-    num_stated: int = 0
-    """How many of `ends`, the last, are there for their hidden state."""
-    sampled_rows: Any = None
-    """The rows that something is sampled for, each once, for the tail of rounds."""
-
-    @property
-    def num_sampled(self) -> int:
-        """How many of `ends` something is sampled after."""
-        count: int = self.ends.shape[0] - self.num_stated
-        return count if self.targets is None else count - len(self.targets)
 
 
 class TokenStates(NamedTuple):
@@ -73,63 +34,6 @@ class TokenStates(NamedTuple):
     positions: torch.Tensor
     features: torch.Tensor | None = None
     """What rounds take of them, if anything."""
-
-
-class PrefillBatches:
-    """Makes the batches of steps with prefills, decodes first."""
-
-    def __init__(self, limits: Limits, rounds: Rounds | None = None) -> None:
-        self._page_size = limits.page_size
-        self._is_exact = limits.tokens_per_row == 1
-        """Whether the host knows where rows that decode are."""
-        self._ahead = 0 if rounds is None else rounds.ahead
-        self._has_following = rounds is not None and bool(rounds.taps)
-
-    def batch(self, step: Step) -> PrefillBatch:
-        """Rows, tokens and positions as far as the host knows them."""
-        decoding_rows, lengths = step.decodes.rows.tolist(), [] if step.lengths is None else step.lengths.tolist()
-        num_decoding = len(decoding_rows) * step.tokens_per_row
-        is_exact = self._is_exact
-        counted = enumerate(zip(decoding_rows, lengths, strict=True))
-        spans = [Span(row, index, length - 1, 1) for index, (row, length) in counted if is_exact]
-        ends = list(range(num_decoding))
-        known = [0] * num_decoding  # their tokens are in the tables
-        following = [-1] * num_decoding
-        scored, targets, stated = list[int](), list[int](), list[int]()
-        for chunk in step.prefills:
-            spans.append(Span(chunk.row, len(known), chunk.start, len(chunk.tokens)))
-            scored += range(len(known), len(known) + len(chunk.targets))
-            targets += chunk.targets
-            stated += range(len(known), len(known) + chunk.num_stated)
-            known += chunk.tokens
-            if self._has_following:
-                following += (*chunk.tokens[1:], chunk.following)
-            if chunk.samples:
-                ends.append(len(known) - 1)
-        decoding = np.zeros(len(known), dtype=bool)
-        decoding[:num_decoding] = True
-        rows, positions = _rows_and_positions(spans)
-        if not is_exact:
-            rows, positions = _after_rounds(decoding_rows, step.tokens_per_row, rows, positions)
-        # What goes on from the end of a prompt may have as many places for it as for a round.
-        lengths += [chunk.start + len(chunk.tokens) + self._ahead * chunk.samples for chunk in step.prefills]
-        sampling = [*decoding_rows, *(chunk.row for chunk in step.prefills if chunk.samples)]
-        return PrefillBatch(
-            np.asarray(known, dtype=np.int64),
-            rows,
-            positions,
-            decoding,
-            np.asarray(ends + scored + stated, dtype=np.int64),
-            ceil_div(max(lengths) + self._ahead, self._page_size),
-            step.needs,
-            tuple(spans),
-            0 if is_exact else num_decoding,
-            np.asarray(targets, dtype=np.int64) if targets else None,
-            np.asarray(following, dtype=np.int64) if self._has_following else None,
-            step.tokens_per_row,
-            len(stated),
-            None if is_exact else np.asarray(sampling, dtype=np.int64),
-        )
 
 
 class PrefillBody:
@@ -281,9 +185,10 @@ class PrefillSample:
         spans = self._chunks(numbers, num_rounds, first, total)
         known = spans[-1].first + spans[-1].count if spans else first
         rows, positions = np.zeros((2, total), dtype=np.int64)
-        found = _rows_and_positions(spans)
+        places = [(span.row, span.start, span.count) for span in spans]
+        found = rows_and_positions(*np.asarray(places, dtype=np.int64).reshape(len(spans), 3).T)
         if first:
-            found = _after_rounds(range(1, num_rounds + 1), self._width, *found)
+            found = after_rounds(np.arange(1, num_rounds + 1), self._width, *found)
         rows[:known], positions[:known] = found
         ends = np.zeros(num_ends, dtype=np.int64)
         lasts = [*range(first), *(span.first + span.count - 1 for span in spans)][:num_ends]
@@ -369,19 +274,3 @@ def prefill_pass(
         sample=PrefillSample(parts, spans=backend in BREAKING, following=bool(read)),
         preserve=parts.trials.running,
     )
-
-
-def _after_rounds(decoding: Many[int], width: int, rows: Any, positions: Any) -> tuple[Any, Any]:
-    """The rows and offsets of these rounds, before those of other tokens."""
-    offsets = np.tile(np.arange(width, dtype=np.int64), len(decoding))
-    of_rounds = np.repeat(np.asarray(decoding, dtype=np.int64), width)
-    return np.concatenate([of_rounds, rows]), np.concatenate([offsets, positions])
-
-
-def _rows_and_positions(spans: Many[Span]) -> tuple[Any, Any]:
-    """The row and the position of every token of these spans, one after the other."""
-    counts = np.asarray([span.count for span in spans], dtype=np.int64)
-    rows = np.repeat(np.asarray([span.row for span in spans], dtype=np.int64), counts)
-    firsts = np.cumsum(counts) - counts
-    starts = np.asarray([span.start for span in spans], dtype=np.int64)
-    return rows, np.arange(len(rows), dtype=np.int64) + np.repeat(starts - firsts, counts)
