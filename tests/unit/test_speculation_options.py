@@ -43,8 +43,9 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], said: s
 
 def test_bounds_are_those_of_the_pages_and_of_http() -> None:
     page = (Path(__file__).parents[2] / "docs" / "speculation.md").read_text()
+    page = " ".join(page.split())
     assert f"1 to {MAX_DEPTH}, the default is 3" in page
-    assert f"(up to\n{MAX_DRAFTS}) bounds its drafts" in page
+    assert f"(up to {MAX_DRAFTS}) bounds its drafts" in page
     EngineOptions(speculate="ngram", speculate_depth=MAX_DEPTH)
     SamplingParams(speculate=MAX_DRAFTS)
     with pytest.raises(RequestError, match=f"at most {MAX_DRAFTS}"):
