@@ -293,6 +293,13 @@ def without(name: str) -> dict[str, torch.Tensor]:
         ({}, {**tensors(), "midlayer.extra": torch.zeros(1)}, "midlayer.extra is no part"),
         ({}, {**tensors(), "fc.weight": torch.zeros(HIDDEN, HIDDEN)}, "fc.weight has shape"),
         ({}, {**tensors(), "d2t": torch.zeros(DRAFTED)}, "d2t is stored as F32"),
+        (
+            {},
+            {**tensors(), "d2t": torch.full((DRAFTED,), 250)},
+            f"d2t names the token {DRAFTED + 249}, of a vocabulary",
+        ),
+        ({}, {**tensors(), "d2t": torch.full((DRAFTED,), -7)}, "d2t names the token -7, of a vocabulary of 256"),
+        ({}, {**tensors(), "d2t": torch.full((DRAFTED,), 2**63 - 1)}, "d2t names the token -9223372036854775808"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(
@@ -303,19 +310,19 @@ def test_a_head_that_does_not_fit_is_refused(
 
 
 def test_weights_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    for name, wrong, said in (
-        ("d2t", torch.full((DRAFTED,), 250), f"d2t names the token {DRAFTED + 249}, of a vocabulary of 256"),
-        ("d2t", torch.full((DRAFTED,), -7), "d2t names the token -7, of a vocabulary of 256"),
-        ("fc.weight", torch.full((HIDDEN, 2 * HIDDEN), torch.nan), "NaN or infinite"),
-    ):
-        with pytest.raises(CheckpointError, match=f"can't draft for this model: .*{said}"):
-            drafting(written(tmp_path, {**tensors(), name: wrong}))
+    wrong = {**tensors(), "fc.weight": torch.full((HIDDEN, 2 * HIDDEN), torch.nan)}
+    with pytest.raises(CheckpointError, match=r"can't draft for this model: .*NaN or infinite"):
+        drafting(written(tmp_path, wrong))
 
 
 def test_files_that_are_not_there_or_damaged_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"it has no config\.json"):
         DraftCheckpoint.open(tmp_path, TARGET)
+    with pytest.raises(CheckpointError, match=r"nowhere: there is no such folder\. Give"):
+        DraftCheckpoint.open(tmp_path / "nowhere", TARGET)
     folder = written(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.json: it is a file\. Give a folder"):
+        DraftCheckpoint.open(folder / "config.json", TARGET)
     (folder / "model.safetensors").write_bytes(b"no header")
     with pytest.raises(CheckpointError, match="cut short or damaged"):
         DraftCheckpoint.open(folder, TARGET)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +99,8 @@ def test_a_mixed_batch_says_what_the_host_knows(width: int) -> None:
     assert batch.decoding.tolist() == [True] * 2 * width + [False] * 4
     assert batch.tokens.tolist() == [0] * 2 * width + [9, 8, 7, 6]
     assert batch.ends.tolist() == [*range(2 * width), 2 * width + 3]
+    for one in (batch.rows, batch.tokens, batch.ends, batch.positions):
+        assert one.dtype == np.int64, "a load refuses others, and the step is tried row by row"
     prompt = Span(3, 2 * width, 0, 4)
     if width == 1:
         assert batch.positions.tolist() == [5, 5, 0, 1, 2, 3]

@@ -48,9 +48,12 @@ class DraftFiles:
     @classmethod
     def open(cls, folder: Path, what: str, whose: str) -> DraftFiles:
         """`whose` says where such a folder comes from."""
+        if not folder.is_dir():
+            found = "it is a file" if folder.is_file() else "there is no such folder"
+            raise CheckpointError(f"opening the {what} {folder}: {found}. Give a folder {whose}.")
         is_there = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
-        for name, found in (("config.json", (folder / "config.json").is_file()), (SINGLE, is_there)):
-            if not found:
+        for name, has_file in (("config.json", (folder / "config.json").is_file()), (SINGLE, is_there)):
+            if not has_file:
                 raise CheckpointError(f"opening the {what} {folder}: it has no {name}. Give a folder {whose}.")
         stored = {name: (path, *info) for path in weight_files(folder) for name, info in _header(path).items()}
         return cls(folder, what, stored)

@@ -53,16 +53,17 @@ class DraftCheckpoint:
         has_head = "lm_head.weight" in files.stored
         read = [name for name in files.stored if name not in _UNREAD]
         files.expect(_shapes(config, target, layers, has_head=has_head), read, integers=("d2t",))
+        ids = _target_ids(files, config)
+        for token in (int(ids.min()), int(ids.max())):
+            if not 0 <= token < target.vocab:
+                files.refuse(f"d2t names the token {token}, of a vocabulary of {target.vocab:,}")
         return cls(files, config, tuple(layers), has_head)
 
     def load(self, target: Decoder, num_positions: int) -> DraftHead:
         """The head with its weights, in the precision of the target and beside it."""
         files, like = self.files, target.weights.embedding
-        found = files.tensors((name for name in files.stored if name not in _UNREAD), like.device)
-        ids = torch.arange(self.config.vocab, device=like.device) + found.pop("d2t").long()
-        for token in (int(ids.min()), int(ids.max())):
-            if not 0 <= token < like.shape[0]:
-                files.refuse(f"d2t names the token {token}, of a vocabulary of {like.shape[0]:,}")
+        found = files.tensors((name for name in files.stored if name not in (*_UNREAD, "d2t")), like.device)
+        ids = _target_ids(files, self.config).to(like.device)
         tensors = DraftTensors.of(files, found, target, self.config.layer.rms_eps)
         head = found["lm_head.weight"].to(like.dtype) if self.has_head else target.weights.head.values()[ids]
         weights = DraftWeights(
@@ -84,6 +85,11 @@ class DraftCheckpoint:
         return DraftHead(
             self.config, weights, DraftLayers(layers, ApartAttention(target.attention), target.kernels, rope)
         )
+
+
+def _target_ids(files: DraftFiles, config: DraftConfig) -> torch.Tensor:
+    """The target's token for each one of the draft vocabulary."""
+    return torch.arange(config.vocab) + files.tensors(["d2t"], torch.device("cpu"))["d2t"].long()
 
 
 def layer_of(tensors: DraftTensors, config: ModelConfig, own: str, input_norm: str) -> LayerWeights:
