@@ -117,6 +117,7 @@ def test_an_engine_where_rounds_must_pay_records_and_times_narrow_ones() -> None
         speculate="ngram", speculate_depth=3, speculate_when="pays",
     )  # fmt: skip
     llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", options=options)
-    assert re.search(r"by rows: 4 tokens .*× at 2; 2 tokens .*× at 2; not timed among prompts\)", llm.explain())
+    why = "that takes 4 sequences at once, and 2 may run"
+    assert re.search(rf"by rows: 4 tokens .*× at 2; 2 tokens .*× at 2; not timed among prompts: {why}\)", llm.explain())
     found = llm.generate(PROMPTS, GREEDY)
     assert [tuple(one.tokens) for one in found] == [plain(prompt, GREEDY).tokens for prompt in PROMPTS]
