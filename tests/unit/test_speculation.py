@@ -332,6 +332,7 @@ def test_costs_are_measured_and_told() -> None:
         assert [tuple(one.tokens) for one in found] == [plain(prompt, params).tokens for prompt in PROMPTS]
     told = (
         r"speculation: .*( tokens a round over [\d,]+ rounds; accepted by position: [^;]+|no drafts verified yet)"
-        r"(; decoded plainly: [^;]+)?; \d+% of [\d,]+ steps were rounds; device time: [^;\n]+ ms a (round|plain step)\n"
+        r"(; decoded plainly: [^;]+)?(; [\d.]+ tokens a round by probes of [\d,]+ rows in plain steps)?"
+        r"; \d+% of [\d,]+ steps were rounds; device time: [^;\n]+ ms a (round|plain step)\n"
     )
     assert re.search(told, llm.explain())
