@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -55,6 +56,42 @@ def _imports_frozen() -> None:
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+class _Faults(logging.Handler):
+    """Warnings of an engine that something failed which it then does in another way: no output tells of it."""
+
+    _TELLING = (
+        "trying its sequences one by one",
+        "is computed again",
+        "its rows go on as they are",
+        "the drafter failed",
+        "was not measured",
+        "could not be measured",
+        "recorded all the same",
+    )
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if any(telling in message for telling in self._TELLING):
+            self.found.append(message)
+
+
+@pytest.fixture(autouse=True)
+def _no_hidden_faults(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A step that fails is tried row by row, and its tokens are right: a test that makes none fail must see none."""
+    log, faults = logging.getLogger("phonograph"), _Faults()
+    log.addHandler(faults)
+    try:
+        yield
+    finally:
+        log.removeHandler(faults)
+    if not request.node.get_closest_marker("faults"):
+        assert not faults.found, "the engine went on after a fault; mark a test that wants it with `faults`"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

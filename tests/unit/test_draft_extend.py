@@ -157,6 +157,7 @@ def test_a_plain_step_among_prompts_is_one_launch(drafting: Drafting, name: str)
     assert all(runner.stats.eager.total() == 0 for runner in core.executor.runners.values())
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
 def test_a_pass_that_raises_costs_drafts_and_no_token(
     drafting: Drafting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

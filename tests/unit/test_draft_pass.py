@@ -70,6 +70,7 @@ def of_draft(core: EngineCore[Executor]) -> Runner:
     return core.executor.runners[DRAFT.name]
 
 
+@pytest.mark.faults
 @every_drafter
 def test_a_pass_that_raises_costs_drafts_and_no_token(
     drafting: Drafting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -384,6 +384,7 @@ def test_penalties_survive_preemption() -> None:
     assert tokens(make("cpu", cache_tokens=104), PROMPTS, params) == tokens(make("cpu"), PROMPTS, params)
 
 
+@pytest.mark.faults
 def test_a_request_that_raises_inside_the_model_fails_alone(one_by_one: list[list[int]]) -> None:
     llm = make("cpu")
     decode = llm.executor.runners["decode"].phase.body

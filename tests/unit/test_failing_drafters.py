@@ -62,6 +62,7 @@ def expect_plain_output(drafter: Reading, backend: str) -> None:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("backend", ["disabled", *(pytest.param(one, marks=SLOW) for one in ("full", "breakable"))])
 @pytest.mark.parametrize("fails", [(), *((name,) for name in METHODS), METHODS], ids="+".join)
 def test_a_raise_changes_no_output(fails: tuple[str, ...], backend: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -76,6 +77,7 @@ def test_a_raise_in_what_is_compiled_changes_no_output() -> None:
     expect_plain_output(Reading(METHODS), "tc_piecewise")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("answer", [torch.zeros(3, 7), torch.zeros(0), "nothing"], ids=["shape", "empty", "type"])
 def test_nonsense_in_the_place_of_features_changes_no_output(answer: Any) -> None:
     expect_plain_output(Reading(("features",), answer), "disabled")

@@ -179,6 +179,7 @@ def test_where_steps_are_not_steady_nothing_is_said(
     assert told in caplog.text
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("num_failed", [1, 10**6])
 def test_a_step_that_raises_costs_the_measurement_alone(num_failed: int, caplog: pytest.LogCaptureFixture) -> None:
     """Also one alone: its rows would be tried one by one, and the time of that is no step's."""

@@ -165,6 +165,7 @@ def test_all_rows_have_places_for_their_drafts(drafting: Drafting) -> None:
     assert any(len(step.decodes) < len(step.sampling) == 4 for step, _ in watched.found)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("drafting", ["eagle"], indirect=True)
 def test_a_pass_that_raises_costs_the_probe_and_no_token(
     drafting: Drafting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -182,6 +183,7 @@ def test_a_pass_that_raises_costs_the_probe_and_no_token(
     assert "no memory to read" in caplog.text
 
 
+@pytest.mark.faults
 def test_a_step_that_is_tried_row_by_row_has_no_probe() -> None:
     core = speculating(oracle(DEPTH, 50), "disabled", max_ahead=1)
     watched = Watched(core)

@@ -130,6 +130,7 @@ def test_scores_are_whole_after_a_preemption(reference: Any) -> None:
     assert [done.tokens for done in found] == [done.tokens for done in again]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 2}])
 def test_a_step_that_raises_is_scored_one_by_one(failing: set[int], reference: Any) -> None:
     """The step as a whole raises, and so do those of some of its sequences: the others have all of their scores."""

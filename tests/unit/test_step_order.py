@@ -234,6 +234,7 @@ def served(llm: LLM, executor: Any) -> tuple[list[int], str]:
     return sequence.outputs, sequence.error
 
 
+@pytest.mark.faults
 def test_a_step_that_is_sent_twice_is_refused_and_run_again(llm: LLM) -> None:
     right, _ = served(llm, llm.executor)
     numbers = [4]
@@ -249,6 +250,7 @@ def test_a_step_that_is_sent_twice_is_refused_and_run_again(llm: LLM) -> None:
     assert not numbers
 
 
+@pytest.mark.faults
 def test_a_caller_that_sends_each_step_twice_fails_requests_by_name(llm: LLM) -> None:
     def twice(executor: Executor, step: Step) -> Launched:
         executor.launch(step)
@@ -260,6 +262,7 @@ def test_a_caller_that_sends_each_step_twice_fails_requests_by_name(llm: LLM) ->
     assert "Launch each step once" in error
 
 
+@pytest.mark.faults
 def test_a_core_does_not_go_on_where_another_has_begun(llm: LLM) -> None:
     former = EngineCore(Scheduler(llm.limits), llm.executor)
     (sequence,) = former.add(Request("a", (5, 9, 200, 3), _GREEDY))

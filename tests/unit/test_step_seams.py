@@ -70,6 +70,7 @@ def finished(core: EngineCore[Any]) -> None:
 # -- pages of those who wait ------------------------------------------------------------------------------
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sequence_that_waits_keeps_its_pages_when_the_step_of_others_raises(seed: int) -> None:
     llm = make(max_len=512, page_size=16, prefix_cache=False, cache_tokens=2048)
@@ -114,6 +115,7 @@ def test_an_interrupt_loses_nobody_s_pages() -> None:
     assert waiting.outputs == right.tokens
 
 
+@pytest.mark.faults
 def test_an_interrupt_of_a_retry_ends_the_step_alone() -> None:
     llm, raised = make(prefix_cache=False), list[type[BaseException]]()
     (right,) = llm.generate([_PROMPTS[0]], _GREEDY)
@@ -209,6 +211,7 @@ def outputs(executor: Any, limits: Limits, prompts: Any, **changes: Any) -> list
     return found
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("after", [False, True])
 def test_state_of_a_pass_is_not_put_back_by_a_reset(after: bool) -> None:
     llm = make("emulated", "full", prefix_cache=False)
@@ -220,6 +223,7 @@ def test_state_of_a_pass_is_not_put_back_by_a_reset(after: bool) -> None:
         assert sequence.outputs == expected or r"per-row state (seen) can't be restored" in sequence.error
 
 
+@pytest.mark.faults
 def test_a_sequence_that_enters_in_the_step_that_raised_is_put_back() -> None:
     llm = make(prefix_cache=False)
     executor, failed = remembering(llm, seen()), list[int]()

@@ -64,6 +64,8 @@ class StepBuilder:
         self._updates = UpdateBuilder(tables.columns, tables.sizes)
         self._unknown = [one.name for one in tables.columns if one.is_of_graph and one.restored is None]
         """Columns that can't be restored after a failed step."""
+        self._ragged = {one.name for one in tables.passes if one.is_ragged}
+        """Passes that take the lengths of rows from the host."""
         self._sequences: tuple[Sequence, ...] = ()
         self._decodes = NO_ROWS
         self._longest = 0
@@ -102,7 +104,8 @@ class StepBuilder:
 
     def _decoding(self, planned: ScheduledStep) -> tuple[Decodes, int, Array | None]:
         sequences = planned.decodes
-        if sequences is self._sequences and planned.tokens_per_row == 1 and not planned.prefills:
+        is_even = planned.tokens_per_row == 1 and planned.pass_name not in self._ragged
+        if is_even and sequences is self._sequences and not planned.prefills:
             self._longest += 1
             return self._decodes, self._longest, None
         lengths = np.fromiter((one.num_computed for one in sequences), dtype=np.int64, count=len(sequences))
