@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phonograph import Axis, CoverageError, Device, EmulatedDevice, Replay, RunEagerly
+from phonograph.cli.main import main
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.llm import LLM
 from phonograph.engine.models.config import SHAPES
@@ -151,10 +153,30 @@ def test_the_engine_states_coverage_in_its_log_its_stats_and_explain(caplog: pyt
     assert "ms eagerly" in stats["decode"].gaps[0]
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("decode.buckets", (1, 2)), r"decode .* those of 3 to 4: decode\.buckets=1,2 \(asked by test\)"),
+        (("prefill.limit", 32), r"prefill .* those of 33 to 64: prefill\.limit=32 \(asked by test\)"),
+        (("prefill.backend", "disabled"), r"prefill .* those of 1 to 64: prefill\.backend=disabled \(asked by test\)"),
+    ],
+)
+def test_strict_refuses_what_can_have_no_graph_before_weights_are_read(
+    asked: tuple[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which `explain` never reads."""
+    with pytest.raises(CoverageError, match=f"strict: {said}.*take back strict"):
+        LLM(RandomCheckpoint(SHAPES["tiny"]), device="emulated", asked=[STRICT, ask(*asked, origin="test")])
+    (phase, field), value = asked[0].split("."), asked[1]
+    flags = ["--graphs", "strict", "--graph-backend", json.dumps({phase: {field: value}})]
+    assert main(["explain", "--shape", "tiny", "--device", "emulated", *flags]) == 2
+    assert "take back strict (asked by --graphs)" in capsys.readouterr().err
+
+
 def test_strict_refuses_a_gap_at_start_up_by_name() -> None:
     with pytest.raises(CoverageError, match="strict: decode has no graph for some batches") as error:
-        engine(STRICT, NARROW)
-    assert "3 to 4 of the plain product are refused, too large" in str(error.value)
+        engine(STRICT, ask("decode.max_recordings", 3, origin="test"))
+    assert "1 to 4 of sampling=sampled are refused" in str(error.value)
     llm = engine(STRICT)
     assert [one.finish for one in llm.generate([[5, 9, 3]], GREEDY)] == [FinishReason.LENGTH]
 

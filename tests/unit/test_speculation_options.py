@@ -12,13 +12,18 @@ import msgspec
 import pytest
 
 import random_modules
-from phonograph import CheckpointError, EngineOptions, PlanError, RequestError, SamplingParams
+from phonograph import LLM, CheckpointError, EngineOptions, PlanError, RequestError, SamplingParams
 from phonograph.cli.flags import add_engine_flags, arguments_from
+from phonograph.devices import EmulatedDevice
 from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.execution.sizing import plan_for
 from phonograph.engine.execution.speculation import choose_drafter
 from phonograph.engine.models.config import SHAPES
 from phonograph.engine.options import MAX_DEPTH, SpeculateName
+from phonograph.engine.passes.registry import DECODE, DRAFT, DRAFT_EXTEND, TARGET_VERIFY
+from phonograph.engine.process.arguments import EngineArguments
 from phonograph.engine.requests.request import MAX_DRAFTS
+from phonograph.graphs.planning.settings import ask
 from phonograph.server.openai.requests import CompletionRequest
 from server import tiny
 
@@ -66,10 +71,14 @@ def test_a_path_may_be_a_text() -> None:
 # -- flags ----------------------------------------------------------------------------------------------------
 
 
-def options_of(*flags: str) -> EngineOptions:
+def arguments_of(*flags: str) -> EngineArguments:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_engine_flags(parser)
-    return arguments_from(parser.parse_args(flags)).options
+    return arguments_from(parser.parse_args(flags))
+
+
+def options_of(*flags: str) -> EngineOptions:
+    return arguments_of(*flags).options
 
 
 @pytest.mark.parametrize(
@@ -126,13 +135,53 @@ def test_help_says_what_an_alias_takes() -> None:
         (("--speculate", "eagle", "--draft", ""), "--draft is the path of a folder, .* found ''"),
         (("--speculate", "eagle", "--speculative-draft-model-path", ""), "--draft is the path of a folder"),
         (("--shadow-verify", "1", "--shadow-dir", ""), "--shadow-dir is the path of a folder"),
-        (("--speculate", "ngram", "--decode-graph-backend", "full"), "Use --target-verify-graph-"),
-        (("--target-verify-graph-backend", "full"), "Use --decode-graph-"),
+        (
+            ("--speculate", "ngram", "--decode-graph-backend", "full"),
+            "--decode-graph-backend: this engine has no phase 'decode', since rows decode in rounds",
+        ),
+        (("--speculate", "ngram", "--graph-backend", '{"decode": "full"}'), "--graph-backend: .* Name target_verify"),
+        (("--target-verify-graph-backend", "full"), "since nothing is drafted .* Name decode"),
+        (("--graph-backend", '{"draft": "full"}'), "since nothing is drafted .* Name decode"),
+        (("--graph-backend", '{"embed": "full"}'), "since embeddings are off. Add `embeddings`"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(flags: tuple[str, ...], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         options_of(*flags)
+
+
+DECODING = TARGET_VERIFY.name, DRAFT_EXTEND.name, DRAFT.name
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        (("--cuda-graph-max-bs", "2"), "limit", 2),
+        (("--cuda-graph-bs", "1", "2"), "buckets", [1, 2]),
+        (("--disable-cuda-graph-padding",), "exact", True),
+        (("--disable-decode-cuda-graph",), "backend", "disabled"),
+        (("--cuda-graph-config", '{"decode": {"max_bs": 2}}'), "limit", 2),
+        (("--cuda-graph-config", '{"decode": "disabled"}'), "backend", "disabled"),
+    ],
+)
+def test_names_for_decoding_are_of_all_its_phases(flags: tuple[str, ...], field: str, value: object) -> None:
+    """A launch line for SGLang has them beside its drafter; none is dropped, and none is told of in vain."""
+    for speculate, phases in ((("--speculate", "ngram"), DECODING), ((), (DECODE.name,))):
+        asked = arguments_of(*speculate, *flags).asked
+        found = {one.setting: list(one.value) if field == "buckets" else one.value for one in asked.asks}  # type: ignore[call-overload]
+        assert found == {f"{phase}.{field}": value for phase in phases}
+        plan = plan_for(EmulatedDevice(), asked, arguments_of(*speculate).options, on_cpu_by_default=False)
+        assert all(plan[f"{phase}.{field}"].source == "asked" for phase in phases)
+        if "config" not in flags[0]:
+            (warning,) = asked.warnings
+            assert all(f"--{phase.replace('_', '-')}-graph-{field}" in warning for phase in phases)
+
+
+@pytest.mark.parametrize(("setting", "said"), [("decode.backend", "Name target_verify"), ("embed.limit", "Add")])
+def test_a_phase_that_is_not_there_is_refused_with_its_reason(setting: str, said: str) -> None:
+    asked = [ask(setting, "full", origin="my code")]
+    with pytest.raises(PlanError, match=f"my code: this engine has no phase .* {said}"):
+        LLM(RandomCheckpoint(SHAPES["tiny"]), options=EngineOptions(speculate="ngram"), asked=asked)
 
 
 # -- folders --------------------------------------------------------------------------------------------------

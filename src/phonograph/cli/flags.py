@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phonograph import settings
-from phonograph.cli.speculation import add_speculation_flags, phases_for, speculation_from
-from phonograph.engine.passes.registry import ALL_PHASES, EMBED
-from phonograph.errors import PlanError
+from phonograph.cli.speculation import add_speculation_flags, speculation_from
+from phonograph.engine.passes.registry import ALL_PHASES, absent_phases, passes_for, phases_of
 from phonograph.graphs.planning import flags as graph_flags
 
 if TYPE_CHECKING:
@@ -166,11 +165,9 @@ def arguments_from(args: argparse.Namespace) -> EngineArguments:
         shadow_dir=None if args.shadow_dir is None else path_from("--shadow-dir", args.shadow_dir),
         shadow_tokens=getattr(args, "log_prompts", False),
     )
-    unread = None if args.embeddings else graph_flags.first_flag_of(args, EMBED.defaults)
-    if unread is not None:
-        raise PlanError(f"{unread} is for the pass that makes embeddings, which is off. Add --embeddings.")
-    phases = phases_for(args, options)
-    asked = graph_flags.asked_from(args, phases, variables=settings.environment())
+    wanted = {"embeddings": options.embeddings, "speculates": options.speculates}
+    phases, absent = phases_of(passes_for(**wanted)), absent_phases(**wanted)
+    asked = graph_flags.asked_from(args, phases, variables=settings.environment(), absent=absent)
     return EngineArguments(args.model, args.shape, args.device, options, asked)
 
 

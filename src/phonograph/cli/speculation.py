@@ -8,18 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from phonograph.engine.passes.registry import passes_for, phases_of, step_passes_for
 from phonograph.errors import PlanError
-from phonograph.graphs.planning.flags import first_flag_of
 from phonograph.graphs.planning.sglang_flags import Alias
 from phonograph.numbers import expect_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from phonograph.engine.options import EngineOptions, SpeculateName, SpeculateWhen
-    from phonograph.graphs.planning.settings import PhaseDefaults
+    from phonograph.engine.options import SpeculateName, SpeculateWhen
 
 log = logging.getLogger("phonograph")
 
@@ -118,22 +114,6 @@ def _one(flag: str, said: Mapping[str, T | None], typed: Mapping[str, str] = {})
         told = ", ".join(f"{name} says {typed.get(name, value)}" for name, value in found.items())
         raise PlanError(f"{told}: these are aliases. Keep {flag} alone.")
     return next(iter(found.values()), None)
-
-
-def phases_for(args: argparse.Namespace, options: EngineOptions) -> Sequence[PhaseDefaults]:
-    """The phases of the engine's plan; a flag for a phase that it does not have is refused."""
-    speculates = options.speculates
-    phases, steps = (
-        passes_for(embeddings=options.embeddings, speculates=speculates),
-        step_passes_for(speculates=speculates),
-    )
-    others = [one.defaults for one in passes_for(embeddings=False, speculates=not speculates) if one not in phases]
-    unused = next((flag for one in others if (flag := first_flag_of(args, one)) is not None), None)
-    if unused is not None:
-        instead = steps.decodes.replace("_", "-")
-        why = f"rows decode in rounds ({SPECULATE})" if speculates else f"nothing is drafted ({SPECULATE} is off)"
-        raise PlanError(f"{unused}: this engine has no such phase, since {why}. Use --{instead}-graph-….")
-    return phases_of(phases)
 
 
 def _value(args: argparse.Namespace, flag: str) -> str | None:

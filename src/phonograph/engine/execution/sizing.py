@@ -15,12 +15,13 @@ from phonograph.engine.models.interface import Model
 from phonograph.engine.models.registry import UNCOMPILED
 from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.prompt_scores import scoring_bytes
-from phonograph.engine.passes.registry import PASSES, PassDeclaration, kept_by, passes_for, phases_of
+from phonograph.engine.passes.registry import PASSES, PassDeclaration, absent_phases, kept_by, passes_for, phases_of
 from phonograph.engine.requests.limits import Limits
 from phonograph.engine.sampling.sampler import Sampler
-from phonograph.errors import DeviceError, PlanError
+from phonograph.errors import CoverageError, DeviceError, PlanError
+from phonograph.graphs.planning.kinds import shown
 from phonograph.graphs.planning.resolve import Plan, resolve
-from phonograph.graphs.planning.settings import Ask, Asked, Measured
+from phonograph.graphs.planning.settings import Ask, Asked, Measured, refuse_absent
 from phonograph.graphs.progress import Progress, silent
 from phonograph.graphs.running.runner_options import facts_of
 
@@ -62,6 +63,8 @@ def plan_for(
     `breaks` are modules of the model that run between two graphs.
     """
     passes = passes_for(embeddings=options.embeddings, speculates=options.speculates)
+    absent = absent_phases(embeddings=options.embeddings, speculates=options.speculates)
+    refuse_absent(asked.asks if isinstance(asked, Asked) else asked, absent)
     phases, measured = phases_of(passes), []
     if device.torch_device.type == "cuda":
         backend = "full"
@@ -121,7 +124,29 @@ def limits_for(
         tokens_per_row=tokens_per_row,
         unread_places=unread_places,
     )
+    if plan.graphs == "strict":
+        _refuse_gaps(plan, options, limits)
     return with_pages(limits, num_pages)
+
+
+def _refuse_gaps(plan: Plan, options: EngineOptions, limits: Limits) -> None:
+    """Refuse a strict plan by which some batches can have no graph, before weights are read; what else leaves them
+    without one is known after capture."""
+    for one in passes_for(embeddings=options.embeddings, speculates=options.speculates):
+        wanted, largest = plan.phase(one.name), one.limit(limits)
+        if not one.serves:
+            continue
+        setting, top = f"{one.name}.backend", 0
+        if wanted.backend != "disabled":
+            setting = f"{one.name}.{'limit' if wanted.buckets is None else 'buckets'}"
+            top = wanted.buckets[-1] if wanted.buckets else wanted.limit or largest
+        if top < largest:
+            found = plan[setting]
+            raise CoverageError(
+                f"strict: {one.name} has no graph for some batches that may come, those of {top + 1:,} to {largest:,}: "
+                f"{setting}={shown(found.value)} ({found.reason}). Change it, or take back strict "
+                f"({plan['graphs'].reason})."
+            )
 
 
 def with_pages(limits: Limits, num_pages: int) -> Limits:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from phonograph.errors import DeclarationError
-from phonograph.graphs.planning.settings import KNOWN_PHASES, PhaseDefaults
+from phonograph.graphs.planning.settings import KNOWN_PHASES, AbsentPhase, PhaseDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,6 +120,25 @@ def passes_for(*, embeddings: bool, speculates: bool = False) -> tuple[PassDecla
     as many recordings as prefill."""
     passes = SPECULATING if speculates else PASSES
     return (*passes, EMBED) if embeddings else passes
+
+
+def absent_phases(*, embeddings: bool, speculates: bool = False) -> tuple[AbsentPhase, ...]:
+    """Those of other engines, for who names one."""
+    there = passes_for(embeddings=embeddings, speculates=speculates)
+    decoding = tuple(one.name for one in there if one.name not in (PREFILL.name, HEARTBEAT.name, EMBED.name))
+    because = "rows decode in rounds (`speculate`)" if speculates else "nothing is drafted (`speculate` is off)"
+    others = dict.fromkeys(one for one in (*PASSES, *SPECULATING) if one not in there)
+    stand_ins = decoding if speculates else ()
+    found = [
+        AbsentPhase(one.defaults, _sentence(one.name, because, f"Name {decoding[0]}."), stand_ins) for one in others
+    ]
+    if not embeddings:
+        found.append(AbsentPhase(EMBED.defaults, _sentence(EMBED.name, "embeddings are off", "Add `embeddings`.")))
+    return tuple(found)
+
+
+def _sentence(name: str, because: str, instead: str) -> str:
+    return f"this engine has no phase {name!r}, since {because}. {instead}"
 
 
 def phases_of(passes: Iterable[PassDeclaration]) -> tuple[PhaseDefaults, ...]:

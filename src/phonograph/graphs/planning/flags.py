@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from phonograph.errors import PlanError
 from phonograph.graphs.planning.kinds import BACKENDS, NAMES, SWITCH, Value, described, nearest, unknown
-from phonograph.graphs.planning.settings import PLAN_FIELDS, Ask, Asked, Level, PhaseDefaults, Setting, Settings
+from phonograph.graphs.planning.settings import (
+    PLAN_FIELDS,
+    AbsentPhase,
+    Ask,
+    Asked,
+    Level,
+    PhaseDefaults,
+    Setting,
+    Settings,
+    refuse_absent,
+)
 from phonograph.graphs.planning.sglang_flags import ALIASES, JSON_KEYS, Alias, variable_warning
 
 GRAPH_BACKEND = "--graph-backend"
@@ -72,35 +83,49 @@ def add_flags(parser: argparse.ArgumentParser, phases: Iterable[PhaseDefaults]) 
             old.add_argument(alias.flag, action="append_const", const=alias.value, help=alias.warning)
 
 
-def asked_from(namespace: argparse.Namespace, phases: Sequence[PhaseDefaults], variables: Iterable[str] = ()) -> Asked:
+def asked_from(
+    namespace: argparse.Namespace,
+    phases: Sequence[PhaseDefaults],
+    variables: Iterable[str] = (),
+    absent: Sequence[AbsentPhase] = (),
+) -> Asked:
     """What the command line asks for, and a warning for each deprecated name in it.
 
     `variables` are the names of the environment's: one that configures SGLang's graphs gets a warning, since here the
-    environment configures nothing.
+    environment configures nothing. Flags of `absent` phases are refused, and SGLang's names for one ask for its
+    stand-ins.
     """
     given: Mapping[str, object] = vars(namespace)
     asks: list[Ask] = []
     warnings: list[str] = []
-    by_flag = _by_flag(phases)
+    by_flag = _by_flag([*phases, *(one.defaults for one in absent)])
+    by_our_names = [replace(one, stand_ins=()) for one in absent]
     for found in _found(given, GRAPH_BACKEND):
-        asks += asks_of_graph_backend(found, phases)
+        asks += asks_of_graph_backend(found, phases, absent=by_our_names)
     for flag, setting in by_flag.items():
         asks += _asks_of_flag(flag, setting, _found(given, flag))
+    stand_ins = {one.defaults.name: one.stand_ins for one in absent}
     for alias in _aliases(by_flag):
         for found in _found(given, alias.flag):
             if alias.stands_for == GRAPH_BACKEND:
-                asks += asks_of_graph_backend(found, phases, alias.flag, JSON_KEYS)
-            else:
-                asks += _asks_of_alias(alias, found, by_flag)
-            warnings.append(alias.warning)
+                asks += asks_of_graph_backend(found, phases, alias.flag, JSON_KEYS, absent)
+                warnings.append(alias.warning)
+                continue
+            meant = _meant(alias, by_flag, stand_ins)
+            asks += [one for each in meant for one in _asks_of_alias(each, found, by_flag)]
+            warnings.append(alias.warning_of(", ".join(each.instead for each in meant)))
+    refuse_absent(asks, absent)
     warnings += filter(None, map(variable_warning, sorted(variables)))
     return Asked(tuple(asks), tuple(dict.fromkeys(warnings)))
 
 
-def first_flag_of(namespace: argparse.Namespace, phase: PhaseDefaults) -> str | None:
-    """The first flag of one phase alone that the command line has, or None."""
-    of_phase = [flag for flag, setting in _by_flag([phase]).items() if setting.phase is not None]
-    return next((flag for flag in of_phase if _found(vars(namespace), flag)), None)
+def _meant(alias: Alias, by_flag: Mapping[str, Setting[Value]], stand_ins: Mapping[str, Sequence[str]]) -> list[Alias]:
+    """The alias itself, or as it reads for each phase that does the work of the one it names."""
+    setting = by_flag.get(alias.stands_for)
+    if setting is None or setting.phase is None or not stand_ins.get(setting.phase):
+        return [alias]
+    names = {one.name: flag for flag, one in by_flag.items()}
+    return [replace(alias, stands_for=names[f"{phase}.{setting.field}"]) for phase in stand_ins[setting.phase]]
 
 
 def _found(given: Mapping[str, object], flag: str) -> list[object]:
@@ -141,13 +166,15 @@ def asks_of_graph_backend(
     phases: Iterable[PhaseDefaults],
     origin: str = GRAPH_BACKEND,
     aliases: Mapping[str, str] = MappingProxyType({}),
+    absent: Sequence[AbsentPhase] = (),
 ) -> tuple[Ask, ...]:
     """What a text in `--graph-backend`'s form asks for: a backend for all phases, or the canonical JSON.
 
-    `aliases` are further keys of a phase's object, and the settings that they stand for.
+    `aliases` are further keys of a phase's object, and the settings that they stand for. An `absent` phase may be named
+    too: its stand-ins are meant, or where there is none, `refuse_absent` has the sentence.
     """
     if isinstance(found, str) and found.lstrip()[:1] in ("{", "["):
-        return asks_of_json(found, phases, origin, aliases)
+        return asks_of_json(found, phases, origin, aliases, absent)
     return tuple(Ask(f"{phase.name}.backend", found, origin, Level.JSON) for phase in phases)
 
 
@@ -156,25 +183,32 @@ def asks_of_json(
     phases: Iterable[PhaseDefaults],
     origin: str = GRAPH_BACKEND,
     aliases: Mapping[str, str] = MappingProxyType({}),
+    absent: Sequence[AbsentPhase] = (),
 ) -> tuple[Ask, ...]:
     """What canonical JSON asks for. Keys are plan settings, and phases with a backend or an object each."""
     document = _object(_parsed(text, origin), "an object of phases", origin)
     asks: list[Ask] = []
-    names = [phase.name for phase in phases]
+    meant = {phase.name: (phase.name,) for phase in phases}
+    valid = (*meant, *PLAN_FIELDS)
+    meant |= {one.defaults.name: one.stand_ins or (one.defaults.name,) for one in absent}
     for key, value in document.items():
         if key in PLAN_FIELDS:
             asks.append(Ask(key, value, origin, Level.JSON))
-        elif key not in names:
-            valid = (*names, *PLAN_FIELDS)
+        elif key not in meant:
             raise unknown("setting" if nearest(key, valid) in PLAN_FIELDS else "phase", key, valid, origin)
-        elif isinstance(value, str):
-            asks.append(Ask(f"{key}.backend", value, origin, Level.JSON))
-        else:
-            fields = _object(value, f"a backend or an object for {key}", origin)
-            for name, inner in fields.items():
-                setting = aliases[name].format(phase=key) if name in aliases else f"{key}.{name}"
-                asks.append(Ask(setting, inner, origin, Level.JSON))
+        for phase in meant.get(key, ()):
+            asks += _asks_of_phase(phase, value, origin, aliases)
     return tuple(asks)
+
+
+def _asks_of_phase(phase: str, value: object, origin: str, aliases: Mapping[str, str]) -> Iterator[Ask]:
+    """What JSON asks for one phase: a backend, or an object of settings."""
+    if isinstance(value, str):
+        yield Ask(f"{phase}.backend", value, origin, Level.JSON)
+        return
+    for name, inner in _object(value, f"a backend or an object for {phase}", origin).items():
+        setting = aliases[name].format(phase=phase) if name in aliases else f"{phase}.{name}"
+        yield Ask(setting, inner, origin, Level.JSON)
 
 
 def _object(found: object, expected: str, origin: str) -> dict[str, object]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
 from typing import Generic, Literal, TypeVar
 
-from phonograph.errors import DeclarationError
+from phonograph.errors import DeclarationError, PlanError
 from phonograph.graphs.planning.kinds import (
     BACKEND,
     BACKENDS,
@@ -44,6 +44,17 @@ class PhaseDefaults:
     name: str
     backend: BackendName = "full"
     because: str = "one graph per shape has the least launch cost"
+
+
+@dataclass(frozen=True)
+class AbsentPhase:
+    """A phase that others of its kind have and this plan doesn't: it has flags, and requests name it."""
+
+    defaults: PhaseDefaults
+    because: str
+    """Why it is not there, and what to ask for instead."""
+    stand_ins: tuple[str, ...] = ()
+    """The phases that do its work: names of SGLang's for it are names for these."""
 
 
 _BETWEEN = "attention that depends on the number of requests can run between graphs"
@@ -239,6 +250,14 @@ class Asked:
 
     asks: tuple[Ask, ...] = ()
     warnings: tuple[str, ...] = ()
+
+
+def refuse_absent(asks: Iterable[Ask], absent: Iterable[AbsentPhase]) -> None:
+    """Refuse what is asked for phases that this plan doesn't have, and say why it doesn't."""
+    why = {one.defaults.name: one.because for one in absent}
+    for request in asks:
+        if because := why.get(request.setting.partition(".")[0]):
+            raise PlanError(f"{request.origin}: {because}")
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,12 @@ class Alias:
     @property
     def warning(self) -> str:
         """The warning for the user."""
+        return self.warning_of(self.instead)
+
+    def warning_of(self, instead: str) -> str:
+        """The warning where this is what to write."""
         if self.stands_for:
-            return f"{self.flag} is deprecated; use {self.instead}{f' ({self.note})' if self.note else ''}"
+            return f"{self.flag} is deprecated; use {instead}{f' ({self.note})' if self.note else ''}"
         return f"{self.flag} is accepted and changes nothing: {self.note}"
 
 
