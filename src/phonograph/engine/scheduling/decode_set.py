@@ -52,6 +52,11 @@ class DecodeSet:
         """A sequence has ended: update the set before the next step."""
         self._steps_left = 0
 
+    def settle_for(self, steps: int) -> None:
+        """For no more than so many steps: then all tokens of one are launched, as a commit shows."""
+        if steps < self._steps_left:
+            self._steps_left = steps
+
     def take(self) -> tuple[Sequence, ...]:
         """Those that are ready for the next step."""
         self._steps_left -= 1
@@ -79,10 +84,9 @@ class DecodeSet:
                 if headroom <= low and not self._rows.extend(sequence):
                     needy.append(sequence)
                 headroom = sequence.capacity - computed
-            if not exact and headroom >= missing:
-                continue
-            steps = headroom // per_step if not exact else left if left < headroom else headroom
-            fewest = min(fewest, steps)
+            # Steps of one token each end it after `left`; how many wider ones do is known when they are committed.
+            steps = headroom if exact else left if headroom >= missing else headroom // per_step
+            fewest = min(fewest, left, steps)
         self._members, self._steps_left = members, fewest
         self.is_short = bool(needy)
         return sorted(needy, key=_rank)

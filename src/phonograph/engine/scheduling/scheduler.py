@@ -321,7 +321,7 @@ class Scheduler:
         """Correct the counts by what the device took, then append what the sequence takes of it."""
         updates, failed, decodes = list[Update](), list[Update](), len(step.decodes)
         width, fewest, tokens, end = step.tokens_per_row, fewest_of(step.tokens_per_row), sampled.tokens, 0
-        has_problem = min(tokens, default=0) < 0
+        has_problem, fewest_left = min(tokens, default=0) < 0, self.limits.max_len
         for sequence, count in zip(step.sampling, sampled.counts or (1,) * len(tokens), strict=True):
             first, end = end, end + count
             if decodes:
@@ -331,6 +331,7 @@ class Scheduler:
                 sequence.num_launched_outputs += count - fewest
             if sequence.finish is not None:
                 continue
+            fewest_left = min(fewest_left, sequence.max_outputs - sequence.num_launched_outputs)
             taken, outputs, finish, problem = tokens[first:end], sequence.outputs, None, 0
             goes_on = len(outputs) + count < sequence.max_outputs and sequence.stop_ids.isdisjoint(taken)
             if goes_on and not has_problem:  # as nearly all do, so that each line counts
@@ -343,6 +344,7 @@ class Scheduler:
                 updates.append((sequence, tuple(taken), finish))
             if problem:
                 failed += self.fail(sequence, *problem_at(problem, sequence))
+        self._decodes.settle_for(fewest_left)
         self._totals.generated_tokens += sum(len(taken) for _, taken, _ in updates)
         return updates + failed
 
