@@ -42,7 +42,7 @@ _ENTERING = 16
 _FIRST, _STEPS, _LOOKS = 2, 6, 3
 """Steps that don't count, after those that fill the pipeline; steps of a look; looks, of which the shortest counts."""
 _ENOUGH = 2.0
-"""Seconds after which no third look begins; one alone may have been disturbed."""
+"""Seconds after the first look, which compiles and allocates, after which no third one begins."""
 
 
 class _UnsteadyError(Exception):
@@ -149,6 +149,9 @@ def with_prompts(costs: StepCosts, executor: Executor, passes: StepPasses, progr
     except _StepFailed as failed:
         why = f"{type(failed.__cause__).__name__}: {failed.__cause__}"
         log.warning("what rounds cost among prompts was not measured: %s", why)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        log.warning("what rounds cost among prompts was not measured: %s", why)
     executor.heartbeat()  # a device that answers no more is no matter of the measurement alone
     return replace(costs, untimed=why)
 
@@ -181,9 +184,11 @@ def _least(look: Callable[[int], dict[int, float]], rows: list[int], progress: P
 
     All rows and widths take turns: what disturbs the host for a while makes none of them look dear, or cheap.
     """
-    found, begun, total = dict[int, dict[int, float]](), time.perf_counter(), _LOOKS * len(rows)
+    found, begun, total = dict[int, dict[int, float]](), 0.0, _LOOKS * len(rows)
     for done in range(0, total, len(rows)):
-        if done > len(rows) and time.perf_counter() - begun > _ENOUGH:
+        if done == len(rows):
+            begun = time.perf_counter()
+        elif done and time.perf_counter() - begun > _ENOUGH:
             break
         for index, num_rows in enumerate(rows):
             progress("timing rounds among prompts", done + index, total)

@@ -26,6 +26,7 @@ from phonograph.engine.passes.ngram import ngram
 from phonograph.engine.passes.ngram_eagle import ngram_eagle
 from phonograph.engine.passes.registry import DRAFT_EXTEND, TARGET_VERIFY, PassDeclaration, passes_for
 from phonograph.engine.passes.target_verify import HALF_ROUNDS, PLAIN_STEPS, speculating_passes
+from phonograph.engine.passes.unread import READ_TO
 from phonograph.engine.requests.limits import UNREAD_PLACES, half_width
 from phonograph.engine.requests.step import StepKind
 from phonograph.engine.requests.step_costs import StepCosts
@@ -148,10 +149,17 @@ def _seconds(executor: Executor, runner: Runner, key: ShapeKey) -> float:
 def _catching_up(executor: Executor, plain: Mapping[int, float]) -> tuple[float, ...]:
     """What it takes to read and draft, over a plain step, at each size, by the recording that serves it; without limit
     where none does."""
-    runner = executor.runners[DRAFT_EXTEND.name]
+    runner, tables, places = executor.runners[DRAFT_EXTEND.name], executor.tables, executor.limits.unread_places
     keys = {key.size: key for key in runner.captured if not key.axes}
     serving = {size: min((one for one in keys if one >= size), default=0) for size in plain}
-    taken = {size: _seconds(executor, runner, keys[size]) for size in set(serving.values()) if size}
+
+    def unread() -> None:
+        """A replay marks all as read, so that the next would find rows that are nobody's."""
+        if places:
+            tables[READ_TO].copy_((tables.length - places).clamp_min_(0))
+        executor.model.kernels.resume_overlap()
+
+    taken = {size: steady_seconds(runner, keys[size], unread, repeats=1) for size in set(serving.values()) if size}
     return tuple(taken.get(serving[size], math.inf) / least for size, least in plain.items())
 
 

@@ -76,6 +76,8 @@ class SpeculationTally:
         self._decodes: tuple[Sequence, ...] = ()
         self._depths: dict[Sequence, int] = {}
         """Of these, how many drafts each takes at most."""
+        self._undrafted: dict[Sequence, str] = {}
+        """Of these, why some take none."""
 
     def note(self, step: ScheduledStep, updates: Iterable[Update], sampled: Sampled) -> list[Counter[Brought]]:
         """What the commit of a step brought; returns what rounds would have, of each probe that ends with it."""
@@ -89,12 +91,16 @@ class SpeculationTally:
         kind = kind_of(step.tokens_per_row)
         self._steps[kind] += 1
         if step.decodes is not self._decodes:
-            self._decodes = step.decodes
-            self._depths = {sequence: sequence.draft_depth(self._depth) for sequence in step.decodes}
+            self._decodes, known, depth = step.decodes, self._depths, self._depth
+            self._depths = {one: known[one] if one in known else one.draft_depth(depth) for one in step.decodes}
+            self._undrafted = {one: _why_undrafted(one) for one, depth in self._depths.items() if not depth}
         depths, places = self._depths, step.tokens_per_row - 1
+        if not places:
+            self._note_plain(step, updates)
+            return
         # What was sampled of a step comes in the order of its decodes, then of its prompts.
         said = repeat(places) if sampled.drafted is None else sampled.drafted
-        rows, seen, plain = dict(zip(step.decodes, said, strict=False)), self._rounds, "no_draft" if places else "cost"
+        rows, seen = dict(zip(step.decodes, said, strict=False)), self._rounds
         for update in updates:
             sequence, tokens, finish = update
             if not tokens or sequence not in rows:
@@ -102,7 +108,7 @@ class SpeculationTally:
             depth = depths[sequence]
             verified = min(rows[sequence], depth, places)
             if not verified:
-                self._plain[plain if depth else "request" if sequence.constraint is None else "grammar"] += 1
+                self._plain[self._undrafted.get(sequence, "no_draft")] += 1
                 continue
             drafted, accepted = verified, len(tokens) - 1
             if finish is not None or sequence.max_outputs - len(sequence.outputs) <= verified:
@@ -110,6 +116,14 @@ class SpeculationTally:
             seen[drafted, accepted] += 1
             sequence.num_drafted += drafted
             sequence.num_accepted += accepted
+
+    def _note_plain(self, step: ScheduledStep, updates: Iterable[Update]) -> None:
+        """One token of each row, of many in most steps: what they have in common is counted at once."""
+        ends, undrafted = {*step.sampling[len(step.decodes) :]}, self._undrafted
+        got = [sequence for sequence, tokens, _ in updates if tokens and sequence not in ends]
+        why = [undrafted[sequence] for sequence in got if sequence in undrafted] if undrafted else []
+        self._plain.update(why)
+        self._plain["cost"] += len(got) - len(why)
 
     @property
     def counts(self) -> SpeculationCounts:
@@ -125,6 +139,10 @@ class SpeculationTally:
             probed=self._probes.num_rows,
             probed_tokens=self._probes.num_tokens,
         )
+
+
+def _why_undrafted(sequence: Sequence) -> str:
+    return "request" if sequence.constraint is None else "grammar"
 
 
 def acceptable(update: Update) -> int:

@@ -180,11 +180,13 @@ def _measured_cost(runner: Runner, gap: Gap) -> Cost:
     return Cost(gap.last, eager, nearest.size, _seconds(runner, nearest, _replay))
 
 
-def steady_seconds(runner: Runner, key: ShapeKey, before: Callable[[], None] | None = None) -> float:
-    """How long a replay takes among others of the same recording, without loads, by the device's clock: the least of a
+def steady_seconds(
+    runner: Runner, key: ShapeKey, before: Callable[[], None] | None = None, *, repeats: int = _REPEATS
+) -> float:
+    """How long a replay takes after others of the same recording, without loads, by the device's clock: the least of a
     few looks. The device is never idle between them, as in steps that are launched ahead.
 
-    `before` is called before each look, after all else that is launched for it.
+    `before` is called before each look of so many replays, after all else that is launched for it.
     """
     device = runner.device
     begun, ended = device.fence(timed=True), device.fence(timed=True)
@@ -194,14 +196,15 @@ def steady_seconds(runner: Runner, key: ShapeKey, before: Callable[[], None] | N
         phase, recording = runner.phase, runner.recording(key)
         live = runner.registry.live(sample.batch, extent, kwargs=sample.kwargs, without=phase.without)
         with entering(Current(phase.name, runner.plan.backend, Stage.REPLAYING, live.batch)):
+            recording.replay()  # the host launches the rest meanwhile
             if before is not None:
                 before()
             begun.record()
-            for _ in range(_REPEATS):
+            for _ in range(repeats):
                 recording.replay()
             ended.record()
         ended.synchronize()
-        times.append(ended.seconds_since(begun) / _REPEATS)
+        times.append(ended.seconds_since(begun) / repeats)
 
     _seconds(runner, key, repeated, first=_replay)
     return min(times)
