@@ -88,13 +88,16 @@ class Prompts:
         self._questions = [one for path, found in asked.items() if "test" not in path.name for one in found]
         self._held_out = [one for path, found in asked.items() if "test" in path.name for one in found]
         prose = [piece for path in sorted(folder.glob("*.txt")) for piece in _paragraphs(path.read_text())]
-        if not (self._questions and self._held_out and prose):
-            raise PlanError(
-                f"reading prompts from {folder}: expected *.jsonl files with a `question` a line, one with `test` in "
-                "its name, and a *.txt file. GSM8K and WikiText-2 are such files."
-            )
+        self._folder = folder
+        if not (self._held_out and prose):
+            raise self._lacks("a *.jsonl file with `test` in its name and a `question` a line, and a *.txt file")
         border = round(len(prose) * (1 - HELD_OUT_PROSE))
         self._prose, self._held_out_prose = prose[:border], prose[border:]
+
+    def _lacks(self, wanted: str) -> PlanError:
+        return PlanError(
+            f"reading prompts from {self._folder}: expected {wanted}. GSM8K and WikiText-2 are such files."
+        )
 
     def _chat(self, kind: str, content: str) -> Prompt:
         text = self._template.render([{"role": "user", "content": content}])
@@ -117,6 +120,8 @@ class Prompts:
 
     def training(self, count: int) -> list[Prompt]:
         """So many, in any order: questions, prose to go on with, and questions on prose."""
+        if not self._questions:
+            raise self._lacks("a *.jsonl file without `test` in its name, with a `question` a line")
         found = []
         for number in range(count):
             kind = number % 4

@@ -3,7 +3,7 @@
 Run: python bench/host_of_rounds.py [--rows 220] [--out bench/results]
 
 What would be launched returns tokens at once: one for each row, or of rounds of five tokens any number of them, by
-chance. *Steady*: the same rows decode on. *Among prompts*: a request of 20 tokens with six outputs comes before every
+chance. Plain steps of an engine that drafts compute one token a row too. *Steady*: the same rows decode on. *Among prompts*: a request of 20 tokens with six outputs comes before every
 step. Best of some rounds, in microseconds a step. A GPU waits for all of this wherever its step takes less.
 """
 
@@ -28,6 +28,7 @@ from phonograph.engine.passes.step import Step, Undone
 from phonograph.engine.requests.request import Request
 from phonograph.engine.requests.step import Sampled
 from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.engine.scheduling.step_width import Planned, StepWidth
 from phonograph.graphs.progress import silent
 
 _DEPTH, _STEPS, _ROUNDS = 4, 40, 9
@@ -63,8 +64,9 @@ class Nothing:
 class Bookkeeping:
     """An engine that computes nothing, with rows that decode."""
 
-    def __init__(self, llm: LLM, num_rows: int) -> None:
+    def __init__(self, llm: LLM, num_rows: int, width: StepWidth | None = None) -> None:
         scheduler = Scheduler(llm.limits, prefix_cache=False, passes=llm.core.scheduler.passes)
+        scheduler.width = scheduler.width if width is None else width
         self.core = EngineCore(scheduler, Nothing(llm.executor.step_tables, llm.executor.vocab))
         self._numbers, self._count = random.Random(0), 0
         for _ in range(num_rows):
@@ -98,13 +100,27 @@ def opened(speculate: str, num_rows: int) -> LLM:
     return LLM(RandomCheckpoint(SHAPES["tiny"]), device="cpu", options=EngineOptions(**usual), progress=silent)
 
 
+class Plain:
+    """The protocol `StepWidth`: one token a row."""
+
+    def of(self, *args: object) -> Planned:
+        return Planned(1)
+
+    def took(self, *args: object) -> None:
+        """Stateless: nothing to record."""
+
+
 def measured(num_rows: int, rounds: int = _ROUNDS) -> dict[str, dict[str, float]]:
     """The best of some rounds, each on a new engine, by what decodes and whether prompts come."""
-    found: dict[str, dict[str, float]] = {}
-    for name, speculate in (("one token a row", "off"), ("rounds of five tokens", "ngram")):
-        llm = opened(speculate, num_rows)
+    drafting, found = opened("ngram", num_rows), dict[str, dict[str, float]]()
+    engines = {
+        "one token a row": (opened("off", num_rows), None),
+        "plain steps of an engine that drafts": (drafting, Plain()),
+        "rounds of five tokens": (drafting, None),
+    }
+    for name, (llm, width) in engines.items():
         found[name] = {
-            how: round(min(Bookkeeping(llm, num_rows).microseconds(prompts=prompts) for _ in range(rounds)), 1)
+            how: round(min(Bookkeeping(llm, num_rows, width).microseconds(prompts=prompts) for _ in range(rounds)), 1)
             for how, prompts in (("steady", False), ("among prompts", True))
         }
     return found

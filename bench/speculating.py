@@ -33,6 +33,7 @@ import itertools
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -143,7 +144,8 @@ class Benchmark:
         driver = _driver(llm)
         most = min(llm.limits.max_len - max(map(len, prompts)), new_tokens * (self.setting.depth + 1))
         sequences = driver.seat(prompts, most)
-        llm.device.synchronize()
+        for _ in range(llm.limits.max_ahead + 1):
+            driver.step()  # as many steps are in flight when the clock starts as when it stops
         count, ended, begun = 0, False, time.perf_counter()
         while count < new_tokens * len(prompts) and not ended:
             for _, tokens, finish in driver.step():
@@ -255,39 +257,42 @@ class Benchmark:
     def wrong(self) -> Part:
         """No draft is accepted: what probing costs."""
 
-        def rates(llm: LLM) -> dict[int, float]:
+        def rates(llm: LLM) -> dict[int, Figures]:
             policy = copy.deepcopy(llm.core.scheduler.width)
-            return {count: self._whole_rate(llm, count, policy) for count in self.setting.batches}
+            return {count: _summed_up(self._whole_rates(llm, count, policy)) for count in self.setting.batches}
 
         def work(llm: LLM) -> Figures:
             reached, counts = rates(llm), _counts(llm)
             seen = {"rounds": counts.rounds, "accepted": counts.tokens - counts.rounds, "probes": counts.probed}
             return {"rates": reached, **seen, "plain": dict(counts.plain)}
 
+        def between(one: Figures, other: Figures) -> float:
+            return round(1 - one["median"] / other["median"], 4)
+
         first = yield Engine(), rates
         rows = {}
         for name, changes in self.setting.single_drafters.items():
             rows[name] = yield Engine.of(accepts=None, **changes), work
         other = yield Engine(instance=1), rates
-        plain = {count: (rate + other[count]) / 2 for count, rate in first.items()}
-        noise = {f"{count}": round(other[count] / rate - 1, 4) for count, rate in first.items()}
-        found: Figures = {"plain": plain, "another plain engine": noise}
+        plain = {count: {"median": (one["median"] + other[count]["median"]) / 2} for count, one in first.items()}
+        noise = {f"{count}": between(one, other[count]) for count, one in first.items()}
+        found: Figures = {"plain": [first, other], "another plain engine": noise}
         for name, row in rows.items():
-            losses = {f"{count}": round(1 - rate / plain[count], 4) for count, rate in row.pop("rates").items()}
+            losses = {f"{count}": between(one, plain[count]) for count, one in row["rates"].items()}
             found[name] = {"losses": losses, **row, "goal": "no loss above 0.02, none accepted"}
         return found
 
-    def _whole_rate(self, llm: LLM, num_seqs: int, policy: StepWidth) -> float:
-        """Tokens a second of sequences from their prompts on, where nothing is known of drafts at first."""
+    def _whole_rates(self, llm: LLM, num_seqs: int, policy: StepWidth) -> list[float]:
+        """Tokens a second of sequences from their prompts on in each run, where nothing is known of drafts at first."""
         prompts, rates = [list(prompt.tokens) for prompt in self.prompts(llm, num_seqs)], []
-        for _ in range(self.setting.repeats):
+        for _ in range(self.setting.whole_runs):
             driver, llm.core.scheduler.width = _driver(llm), copy.deepcopy(policy)
             llm.device.synchronize()
             begun = time.perf_counter()
             sequences = [driver.add(prompt, self.setting.long_tokens) for prompt in prompts]
             driver.drain()
             rates.append(sum(len(one.outputs) for one in sequences) / (time.perf_counter() - begun))
-        return statistics.median(rates)
+        return rates
 
     def costs(self) -> Part:
         """Of each drafter with the model itself, and of a random head with the large shape."""
@@ -415,6 +420,11 @@ def always(llm: LLM) -> Iterator[None]:
         scheduler.width = before
 
 
+def _summed_up(rates: Sequence[float]) -> Figures:
+    """Runs differ: what is less than their range is noise."""
+    return {name: round(of(rates), 1) for name, of in (("median", statistics.median), ("least", min), ("most", max))}
+
+
 def _counts(llm: LLM) -> Any:
     assert llm.core.speculation is not None
     return llm.core.speculation.counts
@@ -480,15 +490,15 @@ PARTS: dict[str, Callable[[Benchmark], Part]] = {
 }
 
 
-def measure(setting: Setting, only: Sequence[str], out: Path, device: Device) -> Path:
-    """The parts, and the path of the file that has them."""
+def measure(setting: Setting, only: Sequence[str], out: Path, device: Device) -> tuple[Path, list[str]]:
+    """The parts; the path of the file that has them, and those that failed."""
     name = f"speculation_{device.torch_device.type}"
     path = out / f"{name}.json"
     earlier = json.loads(path.read_text())["figures"] if path.exists() else {}
     bench = Benchmark(setting)
     turns = Turns({name: PARTS[name](bench) for name in only}, bench.open, partial(_clean, setting.device))
     turns.run(lambda figures: print(report.write(name, earlier | figures, out), flush=True))
-    return path
+    return path, [part for part in only if "failed" in turns.figures.get(part, ("failed",))]
 
 
 def main() -> None:
@@ -503,10 +513,12 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw what was found into this .svg or .png file")
     args = parser.parse_args()
     setting = TINY if args.tiny else replace(FULL, model=args.model, data=args.data, head=args.head)
-    path = measure(replace(setting, depth=args.depth), args.only, args.out, open_device(setting.device))
+    path, failed = measure(replace(setting, depth=args.depth), args.only, args.out, open_device(setting.device))
     if args.plot is not None:
         draw(path, args.plot)
     print(path)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class Setting:
     max_len: int
     depth: int
     repeats: int
+    whole_runs: int
+    """Of sequences from their prompts to their end, with drafts that are never right."""
     mixed: tuple[int, ...] = ()
     """Tokens of steps with prompts that are recorded; as many as an engine has by default where it is empty."""
     head: Path | None = None
@@ -56,11 +58,11 @@ class Setting:
 FULL = Setting(
     None, RandomCheckpoint(SHAPES["qwen3-8b"]), "cuda", torch.bfloat16, (1, 4, 16, 64, 256),
     (1, 2, 3, 4, 6, 8, 16, 32, 64, 96, 128, 192, 256), new_tokens=256,
-    long_tokens=512, prompts=360, compared=200, requests=1600, max_len=1024, depth=4, repeats=5,
+    long_tokens=512, prompts=360, compared=200, requests=1600, max_len=1024, depth=4, repeats=5, whole_runs=9,
     mixed=(64, 128, 256, 512, 1024, 2048, 4096, 8192),
 )  # fmt: skip
 TINY = replace(
     FULL, model=RandomCheckpoint(SHAPES["tiny"]), shape=RandomCheckpoint(SHAPES["tiny"]), device="emulated",
     dtype=torch.float32, batches=(1, 2, 4), curve=(1, 2, 3, 4), new_tokens=16, long_tokens=24, prompts=6, compared=5,
-    requests=8, max_len=128, repeats=1, draft_vocab=100, mixed=(),
+    requests=8, max_len=128, repeats=1, whole_runs=2, draft_vocab=100, mixed=(),
 )  # fmt: skip

@@ -66,15 +66,19 @@ def test_where_no_draft_is_ever_accepted_the_output_is_the_model_s() -> None:
 @pytest.mark.slow
 def test_the_script_measures_and_draws(tmp_path: Path) -> None:
     setting = replace(TINY, batches=(1, 2), curve=(1, 2), new_tokens=12, long_tokens=12, prompts=3, requests=3)
-    path = measure(setting, ["same", "rounds", "costs", "curve"], tmp_path, open_device("emulated"))
+    path, failed = measure(setting, ["same", "rounds", "costs", "curve", "wrong"], tmp_path, open_device("emulated"))
     found = json.loads(path.read_text())["figures"]
-    assert [name for name, part in found.items() if "failed" in part] == []
+    assert failed == [name for name, part in found.items() if "failed" in part] == []
     assert {way: part["same_answers"] for way, part in found["same"]["ngram"].items()} == {
         "greedy": 1.0, "drawn": 1.0, "penalised": 1.0
     }  # fmt: skip
     assert found["rounds"]["ngram"]["all"]["tokens_a_round"] >= 1.0
     assert found["costs"]["ngram"]["2"]["round_adds_ms"] > 0
     assert found["curve"]["batches"] == [1, 2, 1]
+    wrong = found["wrong"]["ngram"]
+    assert list(wrong["losses"]) == ["1", "2"]
+    assert all(one["least"] <= one["median"] <= one["most"] for one in wrong["rates"].values())
+    assert wrong["accepted"] == 0
     draw(path, tmp_path / "plot.svg")
     assert "tokens a round" in (tmp_path / "plot.svg").read_text()
 
@@ -83,7 +87,7 @@ def test_the_script_measures_and_draws(tmp_path: Path) -> None:
 def test_with_a_head_rounds_and_rates_have_all_drafters_and_the_curve_those_made_of_no_others(tmp_path: Path) -> None:
     write_random_head(tmp_path / "head", TINY.shape.config, TINY.draft_vocab, TINY.dtype)
     setting = replace(TINY, batches=(1, 2), curve=(1, 2), new_tokens=8, prompts=3, head=tmp_path / "head")
-    path = measure(setting, ["rounds", "rates", "curve"], tmp_path, open_device("emulated"))
+    path, _ = measure(setting, ["rounds", "rates", "curve"], tmp_path, open_device("emulated"))
     found = json.loads(path.read_text())["figures"]
     assert list(found["rounds"]) == ["ngram", "eagle", "ngram+eagle"]
     assert [len(part["all"]["accepted_by_place"]) for part in found["rounds"].values()] == [TINY.depth] * 3
@@ -95,3 +99,13 @@ def test_with_a_head_rounds_and_rates_have_all_drafters_and_the_curve_those_made
     assert list(found["curve"]["tokens_per_s"]) == ["plain", "ngram", "eagle"]
     draw(path, tmp_path / "plot.svg")
     assert "ngram+eagle always" in (tmp_path / "plot.svg").read_text()
+
+
+def test_parts_that_fail_are_told(tmp_path: Path) -> None:
+    """Those that need prompts, where the folder for these is empty."""
+    setting = replace(TINY, model=None, data=tmp_path, batches=(1,), max_len=64, dtype=torch.float32)
+    path, failed = measure(setting, ["rounds"], tmp_path, open_device("cpu"))
+    assert failed == ["rounds"]
+    assert (
+        "expected a *.jsonl file with `test` in its name" in json.loads(path.read_text())["figures"]["rounds"]["failed"]
+    )

@@ -1,4 +1,4 @@
-"""Speculation on a real GPU: steady rounds are one launch without a copy, and no output depends on the drafter."""
+"""Speculation on a device: steady rounds are one launch without a copy, and no output depends on the drafter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from random_head import write_random_head
 
 from phonograph import LLM, EngineOptions, SamplingParams, verify
-from phonograph.devices import Device
 from phonograph.engine.cache.groups import page_bytes
 from phonograph.engine.checkpoints.random import RandomCheckpoint
 from phonograph.engine.core import EngineCore
@@ -28,7 +27,14 @@ from phonograph.engine.scheduling.step_width import Planned
 from phonograph.engine.state.column import Column, Width
 from phonograph.graphs.planning.settings import ask
 
-pytestmark = pytest.mark.gpu
+
+@pytest.fixture(
+    params=[pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.slow)],
+)
+def place(request: pytest.FixtureRequest) -> str:
+    """A GPU, and the device that stands in for one, so that no test is run for the first time where time is dear."""
+    return str(request.param)
+
 
 TARGET, DEPTH = SHAPES["tiny"], 3
 GREEDY = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
@@ -36,7 +42,7 @@ DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, seed=5)
 PROMPTS = [(5, 9, 200, 3), (7,), tuple(range(20, 61)), (1, 2, 1, 2, 1)]
 
 
-def engine(device: str | Device = "cuda", **changes: Any) -> LLM:
+def engine(device: str, **changes: Any) -> LLM:
     usual: dict[str, Any] = {"max_seqs": 4, "max_tokens": 64, "max_len": 256, "cache_tokens": 2048}
     usual |= {"dtype": torch.bfloat16, "speculate": "ngram", "speculate_depth": DEPTH, "speculate_when": "always"}
     asked = [ask(f"{TARGET_VERIFY.name}.buckets", (4,), origin="test")]  # one bucket: every round is rounded alike
@@ -63,10 +69,10 @@ def expect_steady_rounds(llm: LLM) -> None:
     assert all(one.stats.eager.total() == 0 for one in llm.executor.runners.values())
 
 
-def test_a_steady_round_is_one_launch_and_no_copy(tmp_path: Path) -> None:
-    expect_steady_rounds(engine())
+def test_a_steady_round_is_one_launch_and_no_copy(place: str, tmp_path: Path) -> None:
+    expect_steady_rounds(engine(place))
     write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
-    expect_steady_rounds(engine(speculate="eagle", draft=tmp_path))
+    expect_steady_rounds(engine(place, speculate="eagle", draft=tmp_path))
 
 
 def run_while_prompts_come(llm: LLM) -> None:
@@ -88,17 +94,17 @@ def expect_drafts_in_one_launch(llm: LLM) -> None:
     assert runners[DRAFT.name].stats.replays.total() == runners[PREFILL.name].stats.replays.total() > 4
 
 
-def test_a_step_with_prompts_drafts_in_one_launch(tmp_path: Path) -> None:
+def test_a_step_with_prompts_drafts_in_one_launch(place: str, tmp_path: Path) -> None:
     """While prompts keep coming; and the recordings are right."""
-    expect_drafts_in_one_launch(engine())
+    expect_drafts_in_one_launch(engine(place))
     write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
     for speculate in ("eagle", "ngram+eagle"):
-        expect_drafts_in_one_launch(engine(speculate=speculate, draft=tmp_path))
+        expect_drafts_in_one_launch(engine(place, speculate=speculate, draft=tmp_path))
 
 
-def test_a_plain_step_with_prompts_leaves_states_and_drafts_nothing(tmp_path: Path) -> None:
+def test_a_plain_step_with_prompts_leaves_states_and_drafts_nothing(place: str, tmp_path: Path) -> None:
     write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
-    llm = engine(speculate="eagle", draft=tmp_path, speculate_when="pays")
+    llm = engine(place, speculate="eagle", draft=tmp_path, speculate_when="pays")
     llm.core.scheduler.width = PlainSteps()
     run_while_prompts_come(llm)
     runners = llm.executor.runners
@@ -106,11 +112,11 @@ def test_a_plain_step_with_prompts_leaves_states_and_drafts_nothing(tmp_path: Pa
     assert runners[DRAFT.name].stats.replays.total() == 0
 
 
-def test_rounds_among_prompts_are_timed_at_start(tmp_path: Path) -> None:
+def test_rounds_among_prompts_are_timed_at_start(place: str, tmp_path: Path) -> None:
     """Nothing is left of it: no count, and requests go on recordings."""
     write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
     for speculate in ("ngram", "eagle"):
-        llm = engine(speculate=speculate, draft=tmp_path if speculate == "eagle" else None, max_seqs=8,
+        llm = engine(place, speculate=speculate, draft=tmp_path if speculate == "eagle" else None,
                      speculate_when="pays")  # fmt: skip
         assert "among prompts, in plain steps: 4 tokens +" in llm.explain()
         assert not any(one.stats.replays or one.stats.eager.total() for one in llm.executor.runners.values())
@@ -170,15 +176,15 @@ def expect_probes(llm: LLM) -> None:
     assert all(one.stats.eager.total() == 0 for one in runners.values())
 
 
-def test_probes_bring_back_what_was_drafted(tmp_path: Path) -> None:
-    expect_probes(engine(speculate_when="pays"))
+def test_probes_bring_back_what_was_drafted(place: str, tmp_path: Path) -> None:
+    expect_probes(engine(place, speculate_when="pays"))
     write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
     for speculate in ("eagle", "ngram+eagle"):
-        expect_probes(engine(speculate=speculate, draft=tmp_path, speculate_when="pays"))
+        expect_probes(engine(place, speculate=speculate, draft=tmp_path, speculate_when="pays"))
 
 
-def test_the_recordings_are_right_narrow_rounds_included() -> None:
-    llm = engine(speculate_when="pays")
+def test_the_recordings_are_right_narrow_rounds_included(place: str) -> None:
+    llm = engine(place, speculate_when="pays")
     report = verify(llm.executor.runners[TARGET_VERIFY.name], batches=1)
     assert report.ok, str(report)
     assert "drafts=half" in {key.axes for key in llm.executor.runners[TARGET_VERIFY.name].captured}
@@ -201,10 +207,10 @@ def drafts_by_text(
     return found
 
 
-def test_what_a_head_drafts_does_not_depend_on_the_rows_beside(tmp_path: Path) -> None:
+def test_what_a_head_drafts_does_not_depend_on_the_rows_beside(place: str, tmp_path: Path) -> None:
     """No output tells of a head that reads the wrong rows; tokens a round do."""
     write_random_head(tmp_path, TARGET, 100, torch.float32)
-    llm = engine(speculate="eagle", draft=tmp_path, dtype=torch.float32, max_ahead=0)
+    llm = engine(place, speculate="eagle", draft=tmp_path, dtype=torch.float32, max_ahead=0)
     alone = dict[tuple[int, ...], list[int]]()
     for prompt in PROMPTS:
         alone |= drafts_by_text(llm, [prompt])
@@ -230,7 +236,7 @@ class Stretches:
         pass
 
 
-def expect_caught_up(folder: Path, plain: int, device: str | Device = "cuda") -> None:
+def expect_caught_up(device: str, folder: Path, plain: int) -> None:
     """Drafts after a round are those of an engine whose head never had to catch up."""
     options: dict[str, Any] = {"speculate": "eagle", "draft": folder, "dtype": torch.float32, "max_ahead": 0}
     llm = engine(device, **options)
@@ -246,15 +252,15 @@ def expect_caught_up(folder: Path, plain: int, device: str | Device = "cuda") ->
 
 
 @pytest.mark.parametrize("plain", [3, 31, 40])
-def test_a_head_catches_up_with_plain_steps(tmp_path: Path, plain: int) -> None:
+def test_a_head_catches_up_with_plain_steps(place: str, tmp_path: Path, plain: int) -> None:
     """Fewer than there are places for, and more."""
     write_random_head(tmp_path, TARGET, 100, torch.float32)
-    expect_caught_up(tmp_path, plain)
+    expect_caught_up(place, tmp_path, plain)
 
 
-def test_layers_of_a_head_are_part_of_every_page(tmp_path: Path) -> None:
+def test_layers_of_a_head_are_part_of_every_page(place: str, tmp_path: Path) -> None:
     write_random_head(tmp_path, TARGET, 100, torch.bfloat16)
-    head = engine(speculate="eagle", draft=tmp_path, cache_tokens=2048)
+    head = engine(place, speculate="eagle", draft=tmp_path, cache_tokens=2048)
     assert head.drafting is not None
     assert head.drafting.keeps is not None
     model, passes = head.executor.model, speculating_passes(head.drafting)
@@ -312,7 +318,7 @@ def expect_the_same_of_any_drafter(llm: LLM, params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_good_and_a_nonsense_drafter_say_the_same_in_bfloat16(params: SamplingParams) -> None:
+def test_a_good_and_a_nonsense_drafter_say_the_same_in_bfloat16(place: str, params: SamplingParams) -> None:
     """At a fixed bucket and width: four rows of four tokens throughout."""
-    llm = engine(max_seqs=4, max_ahead=0)
+    llm = engine(place, max_seqs=4, max_ahead=0)
     expect_the_same_of_any_drafter(llm, params)
