@@ -3,8 +3,9 @@
 Run: python bench/host_of_rounds.py [--rows 220] [--out bench/results]
 
 What would be launched returns tokens at once: one for each row, or of rounds of five tokens any number of them, by
-chance. Plain steps of an engine that drafts compute one token a row too. *Steady*: the same rows decode on. *Among prompts*: a request of 20 tokens with six outputs comes before every
-step. Best of some rounds, in microseconds a step. A GPU waits for all of this wherever its step takes less.
+chance. Plain steps of an engine that drafts compute one token a row too. *Steady*: the same rows decode on. *Among
+prompts*: a request of 20 tokens with six outputs comes before every step. Best of some rounds, in microseconds a step.
+A GPU waits for all of this wherever its step takes less.
 """
 
 from __future__ import annotations

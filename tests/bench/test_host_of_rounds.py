@@ -20,4 +20,4 @@ def test_rounds_without_a_model_bring_tokens() -> None:
 def test_it_measures_every_case() -> None:
     found = measured(2, rounds=1)
     assert all(time > 0 for times in found.values() for time in times.values())
-    assert [list(times) for times in found.values()] == [["steady", "among prompts"]] * 2
+    assert [list(times) for times in found.values()] == [["steady", "among prompts"]] * 3

@@ -23,6 +23,8 @@ from phonograph.engine.scheduling.probes import Probes
 from phonograph.engine.scheduling.step_width import Planned, StepWidth, WhereDrafted, WherePaid
 
 SIZES = (1, 4, 16, 64)
+MANY = 10**6
+"""Outputs that a sequence may have, where its end does not matter."""
 Accepts = Callable[[int], int]
 """How many drafts of a row in a step of this number would be accepted, were there any number of them."""
 
@@ -31,9 +33,9 @@ def limits(width: int = 4) -> Limits:
     return Limits(max_seqs=64, max_tokens=64 * width, max_len=4096, page_size=16, num_pages=999, tokens_per_row=width)
 
 
-def rows(count: int, speculate: bool | None = None) -> tuple[Sequence, ...]:
+def rows(count: int, speculate: bool | int | None = None, most: int = MANY) -> tuple[Sequence, ...]:
     request = Request("a", (1,), SamplingParams(max_tokens=9, speculate=speculate))
-    return tuple(Sequence(request, index, 9, frozenset(), rank=(1, 0, 0.0, index)) for index in range(count))
+    return tuple(Sequence(request, index, most, frozenset(), rank=(1, 0, 0.0, index)) for index in range(count))
 
 
 def linear(ratio: float, width: int = 4, *, halves: bool = True) -> StepCosts:
@@ -60,19 +62,28 @@ class Simulation:
         """Of steps without prompts."""
         self.among: Counter[int] = Counter()
         """Of those with some."""
-        self.probes = 0
+        self.probes = self.width = 0
+        """How many there were; the width of the step that is launched."""
         self._depth = max(costs.widths) - 1
         self._probes = Probes(self._depth)
         self._in_flight: deque[tuple[ScheduledStep, list[int], Sampled]] = deque()
         self._drafted, self._last = 99, 99
 
-    def run(self, steps: int, accepts: Accepts, has_prompts: Callable[[int], bool] = lambda number: False) -> float:
+    def run(
+        self,
+        steps: int,
+        accepts: Accepts,
+        has_prompts: Callable[[int], bool] = lambda number: False,
+        decodes: Callable[[int], tuple[Sequence, ...]] | None = None,
+    ) -> float:
         """The time of plain decoding in which as many tokens come, over which the time that it took: 1 is as fast. What
-        prompts take themselves is left out."""
+        prompts take themselves is left out. Every step counts alike, however many rows it has."""
         seconds = tokens = 0.0
         for number in range(steps):
+            self.decodes = self.decodes if decodes is None else decodes(number)
             among = has_prompts(number)
             width, probes = self.policy.of(self.decodes, _A_PROMPT * among)
+            self.width = width
             assert not (probes and width > 1)
             (self.among if among else self.widths)[width] += 1
             self.probes += probes
@@ -80,7 +91,8 @@ class Simulation:
             catches_up = self._last == 1 and (width > 1 or probes)
             drafted = 99 if catches_up else self._drafted
             right = [accepts(number) for _ in self.decodes]
-            counts = [1 + min(width - 1, drafted, one) for one in right]
+            most = [one.draft_depth(self._depth) for one in self.decodes]
+            counts = [1 + min(width - 1, drafted, *one) for one in zip(right, most, strict=True)]
             self._drafted, self._last = width - 1, width
             ratio = self.costs.ratio_among_prompts if among else self.costs.ratio
             seconds += ratio(len(self.decodes), width)
@@ -419,6 +431,86 @@ def test_a_dear_drafter_that_is_right_is_used() -> None:
         found = simulated(costs, 2, 1)
         found.run(100, always)
         assert found.widths[5] > 80, catching_up
+
+
+# -- rows that differ, and that change --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+@pytest.mark.parametrize("num_plain", [12, 15])
+def test_rows_that_take_no_drafts_don_t_make_drafts_look_bad(every: int, num_plain: int) -> None:
+    """Rounds of the others go on at once when these have left."""
+    costs = StepCosts(SIZES, {5: (1.8,) * 4, 3: (1.5,) * 4}, (0.05,) * 4)
+    some = (*rows(16 - num_plain), *rows(num_plain, speculate=False))
+    found = simulated(costs, 1, 16)
+    all_rows = found.decodes
+    found.run(3000, chance(0.8), decodes=lambda number: some if number // every % 2 else all_rows)
+    assert found.widths[5] > 0.45 * 3000, "while all take drafts"
+    assert found.widths[1] > 0.45 * 3000, "while few do"
+
+
+def test_rows_that_take_few_drafts_tell_of_no_deeper_ones() -> None:
+    costs = StepCosts(SIZES, {5: (1.8,) * 4, 3: (1.5,) * 4}, (0.05,) * 4)
+    found = simulated(costs, 1, 16)
+    all_rows, bounded = found.decodes, rows(16, speculate=2)
+    found.run(300, always)
+    found.run(300, always, decodes=lambda number: bounded)
+    found.widths.clear()
+    found.run(300, always, decodes=lambda number: all_rows)
+    assert found.widths[5] > 290
+    found.widths.clear()
+    found.run(300, always, decodes=lambda number: bounded)
+    assert found.widths[3] > 250, "as wide as what they take"
+
+
+def test_probes_tell_of_rows_that_take_drafts_alone() -> None:
+    decodes = (*rows(1), *rows(1, speculate=False), *rows(1, speculate=1))
+    probes, depth = Probes(3), 3
+    for number in range(depth):
+        step = ScheduledStep(number, decodes, (), (), 1, pass_name="x", catches_up=not number, probes=not number)
+        sampled = Sampled([], probed=np.full((3, depth), TOKEN)) if step.probes else Sampled([])
+        for one in decodes:
+            one.outputs.append(TOKEN)
+        found = list(probes.took(step, [(one, (TOKEN,), None) for one in decodes], sampled))
+    assert found == [Counter({(4, False): 1, (2, True): 1})]
+    assert (probes.num_rows, probes.num_tokens) == (2, 4 + 2)
+
+
+@pytest.mark.parametrize("every", [1, 3, 10])
+@pytest.mark.parametrize("catching_up", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("ratio", [1.2, 2.0])
+def test_rounds_that_end_with_every_change_of_the_batch_pay_for_catching_up(
+    every: int, catching_up: float, ratio: float
+) -> None:
+    """With 16 rows they pay, and with 17 they don't."""
+    costs = StepCosts(SIZES, {5: (ratio, ratio, ratio, 4.9)}, (catching_up,) * 4)
+    few, many = rows(16), rows(17)
+    found = simulated(costs, 1, 16)
+    taken = found.run(3000, chance(0.7), decodes=lambda number: many if number // every % 2 else few)
+    assert taken <= 1.025
+    if every == 10 and catching_up == 0.4:
+        assert taken < 0.99, "where they pay all the same, they run"
+
+
+def test_a_drafter_that_is_right_in_probes_alone_gets_few() -> None:
+    """What its rounds lose, and did not win before, is taken from what probes may cost."""
+    for num_rows in SIZES:
+        found = simulated(linear(1.5, 5), 1, num_rows)
+        assert found.run(512, lambda number: 99 * (found.width == 1)) <= 1.03  # noqa: B023
+        assert found.run(2000, lambda number: 99 * (found.width == 1)) <= 1.02  # noqa: B023
+        assert found.run(2000, never) <= 1.005
+
+
+@pytest.mark.parametrize(("most", "is_round"), [(2, False), (4, False), (6, False), (60, True)])
+def test_rows_near_their_end_have_no_rounds(most: int, is_round: bool) -> None:
+    """The last round ends somewhere within it, while the number of plain steps is known."""
+    policy = WherePaid(limits(), linear(1.4))
+    Simulation(policy, linear(1.4), 0, 16).run(200, chance(0.9))
+    assert (policy.of(rows(16, most=most)).width > 1) == is_round
+    ending = (Chunk(rows(1, most=most)[0], 0, (1,), samples=True, enters=True),)
+    assert (policy.of((), ending).width > 1) == is_round, "nor is anything drafted after their prompts"
+    mixed = (*rows(8, most=2), *rows(8, most=60))
+    assert policy.of(mixed).width > 1, "where half of them have room, rounds pay"
 
 
 # -- among prompts ----------------------------------------------------------------------------------------------

@@ -200,6 +200,7 @@ def test_a_step_that_raises_costs_the_measurement_alone(num_failed: int, caplog:
     check(Driver(serving(core)).run(REQUESTS))
 
 
+@pytest.mark.faults
 def test_a_device_that_is_gone_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """And leaves nothing of the rehearsal, whoever goes on with the executor."""
     core = speculating(oracle(DEPTH, 20), "disabled", narrows=True, **ROOM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from phonograph.engine.requests.request import FinishReason, Request, SamplingPa
 from phonograph.engine.requests.sequence import Sequence, State
 from phonograph.engine.requests.step import Sampled, ScheduledStep, Update
 from phonograph.engine.scheduling.scheduler import Scheduler
+from phonograph.engine.scheduling.step_width import Planned
 from phonograph.errors import PhonographError, PlanError, RequestError
 
 PACKAGE = Path(__file__).parents[2] / "src" / "phonograph"
@@ -277,6 +279,58 @@ def test_a_sequence_is_not_launched_past_its_count() -> None:
     committed(scheduler, steps[0])
     assert committed(scheduler, steps[1]) == [(sequence, (7,), FinishReason.LENGTH)]
     scheduler.integrity()
+
+
+class PlainSteps:
+    """The protocol `StepWidth`: one token a row."""
+
+    def of(self, *args: object) -> Planned:
+        return Planned(1)
+
+    def took(self, *args: object) -> None:
+        """Whatever it was."""
+
+
+@pytest.mark.parametrize("max_ahead", [0, 1, 4])
+def test_plain_steps_of_an_engine_that_drafts_go_no_further_than_those_of_others(max_ahead: int) -> None:
+    """At the end of each sequence, whose last token is launched before the one before is known."""
+    numbers = list[list[int]]()
+    for width in (1, 4):
+        scheduler = Scheduler(limits(max_ahead=max_ahead, tokens_per_row=width, max_tokens=64))
+        scheduler.width = PlainSteps()
+        for name, max_tokens in (("a", 2), ("b", 9), ("c", 1), ("d", 30)):
+            scheduler.add(request(name, max_tokens=max_tokens))
+        steps, in_flight = list[int](), deque[ScheduledStep]()
+        while not scheduler.is_idle:
+            step = scheduler.schedule()
+            if step is not None:
+                steps.append(len(step.decodes))
+                in_flight.append(step)
+            if step is None or len(in_flight) > max_ahead:
+                committed(scheduler, in_flight.popleft())
+        numbers.append(steps)
+    assert numbers[0] == numbers[1]
+    assert sum(numbers[0]) == 1 + 8 + 29
+
+
+def test_no_step_follows_a_round_that_ends_all() -> None:
+    """Not even a plain one, which was planned before that round was committed."""
+    scheduler = Scheduler(limits(max_ahead=1, tokens_per_row=4, max_tokens=64))
+    (sequence,) = scheduler.add(request("a", max_tokens=8))
+    scheduler.commit(launched(scheduler), Sampled([7]))
+    first = launched(scheduler)
+    assert first.tokens_per_row == 4
+    scheduler.width = PlainSteps()
+    second = launched(scheduler)
+    scheduler.commit(first, Sampled([7] * 4, [4]))
+    third = launched(scheduler)
+    scheduler.commit(second, Sampled([7], [1]))
+    fourth = launched(scheduler)
+    scheduler.commit(third, Sampled([7], [1]))
+    assert scheduler.schedule() is None, "the last of its tokens is in flight"
+    scheduler.commit(fourth, Sampled([7], [1]))
+    assert len(sequence.outputs) == 8
+    assert scheduler.is_idle
 
 
 def test_what_was_launched_in_vain_is_not_seen_and_holds_row_and_pages_until_it_is_committed() -> None:

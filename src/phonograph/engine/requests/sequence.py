@@ -125,6 +125,12 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
+    def num_in_flight(self) -> int:
+        """Of a row that decodes, tokens that launched steps compute and no commit has told of: more than they bring,
+        where rounds are among them."""
+        return self.num_computed + 1 - len(self.request.prompt) - len(self.outputs)
+
+    @property
     def is_scored(self) -> bool:
         """Whether nothing of its prompt is left to be scored. Of n sequences the first has the scores of all."""
         params, scored = self.request.params, len(self.prompt_logprobs)
@@ -162,14 +168,17 @@ class Sequence:
         """The tokens whose likelihood is read off after those from `start` up to `stop`: the prompt, one further."""
         return () if self.is_scored else self.request.prompt[start + 1 : stop + 1]
 
+    @property
+    def is_draft_bounded(self) -> bool:
+        """Whether fewer tokens may be drafted for it than an engine drafts, or none."""
+        asked = self.request.params.speculate
+        return self.constraint is not None or not (asked is None or asked is True)
+
     def draft_depth(self, most: int) -> int:
         """Tokens that may be drafted for it in a round, of so many; none where the next step depends on its text."""
-        asked = self.request.params.speculate
-        if self.constraint is not None:
-            return 0
-        if asked is None or asked is True:
+        if not self.is_draft_bounded:
             return most
-        return min(asked, most)
+        return 0 if self.constraint is not None else min(self.request.params.speculate or 0, most)
 
     def has_room(self, count: int) -> bool:
         """Whether its pages hold so many more tokens, or all that it can ever need: what is beyond is not kept."""

@@ -24,7 +24,7 @@ class Acceptance:
     """
 
     def __init__(self, depth: int) -> None:
-        self._before = depth + 1
+        self.depth, self._before = depth, depth + 1
         self._shares, self._seen = [0.0] * depth, [_DOUBT] * depth
         self._sum_up()
 

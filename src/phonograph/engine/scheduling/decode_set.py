@@ -54,8 +54,7 @@ class DecodeSet:
 
     def settle_for(self, steps: int) -> None:
         """For no more than so many steps: then all tokens of one are launched, as a commit shows."""
-        if steps < self._steps_left:
-            self._steps_left = steps
+        self._steps_left = min(self._steps_left, steps)
 
     def take(self) -> tuple[Sequence, ...]:
         """Those that are ready for the next step."""

@@ -46,17 +46,19 @@ class Probes:
                 yield counts
 
     def _brought(self, found: list[tuple[Sequence, int, list[int]]]) -> Iterator[Brought]:
-        """Left out are rows that a stop token or somebody ended. One whose tokens are not all known, since a limit
-        ended it or some of the steps left it out, is cut off after those that are."""
+        """Left out are rows that a stop token or somebody ended, and those that take no drafts. One whose tokens are
+        not all known, since a limit ended it or some of the steps left it out, is cut off after those that are; one
+        that takes fewer drafts, after these."""
         for sequence, first, drafts in found:
             if sequence.finish not in (None, FinishReason.LENGTH):
                 continue
-            most, said = sequence.draft_depth(self._depth), sequence.outputs[first : first + self._depth]
-            right = 0
-            while right < min(most, len(said)) and drafts[right] == said[right]:
+            if not (most := sequence.draft_depth(self._depth)):
+                continue
+            said, right = sequence.outputs[first : first + self._depth], 0
+            known = min(most, len(said))
+            while right < known and drafts[right] == said[right]:
                 right += 1
-            is_cut_off = right == len(said) < most
-            if most and drafts[0] >= 0:
+            if drafts[0] >= 0:
                 self.num_rows += 1
-                self.num_tokens += right + (not is_cut_off)
-            yield right + 1, is_cut_off
+                self.num_tokens += right + (right < len(said) or right == most)
+            yield right + 1, right == known < self._depth

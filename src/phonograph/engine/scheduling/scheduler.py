@@ -119,7 +119,7 @@ class Scheduler:
         sequence.finish, sequence.state = reason, State.FINISHED
         self._decodes.unsettle()
         self._waiting.discard(sequence)
-        self._queue_followers(sequence)
+        self._waiting_again(self._followers.pop(sequence, ()))
         if sequence.row:
             self.rows.leave(sequence, self._committed)
         siblings = self._live[sequence.request.id]
@@ -128,9 +128,6 @@ class Scheduler:
             siblings.pop()
         if not siblings:
             del self._live[sequence.request.id]
-
-    def _queue_followers(self, sequence: Sequence) -> None:
-        self._waiting_again(self._followers.pop(sequence, ()))
 
     # -- launch ---------------------------------------------------------------------------------------------------
 
@@ -321,7 +318,7 @@ class Scheduler:
         """Correct the counts by what the device took, then append what the sequence takes of it."""
         updates, failed, decodes = list[Update](), list[Update](), len(step.decodes)
         width, fewest, tokens, end = step.tokens_per_row, fewest_of(step.tokens_per_row), sampled.tokens, 0
-        has_problem, fewest_left = min(tokens, default=0) < 0, self.limits.max_len
+        has_problem, least_left = min(tokens, default=0) < 0, self.limits.max_len
         for sequence, count in zip(step.sampling, sampled.counts or (1,) * len(tokens), strict=True):
             first, end = end, end + count
             if decodes:
@@ -331,7 +328,7 @@ class Scheduler:
                 sequence.num_launched_outputs += count - fewest
             if sequence.finish is not None:
                 continue
-            fewest_left = min(fewest_left, sequence.max_outputs - sequence.num_launched_outputs)
+            least_left = min(least_left, sequence.max_outputs - sequence.num_launched_outputs)
             taken, outputs, finish, problem = tokens[first:end], sequence.outputs, None, 0
             goes_on = len(outputs) + count < sequence.max_outputs and sequence.stop_ids.isdisjoint(taken)
             if goes_on and not has_problem:  # as nearly all do, so that each line counts
@@ -344,7 +341,7 @@ class Scheduler:
                 updates.append((sequence, tuple(taken), finish))
             if problem:
                 failed += self.fail(sequence, *problem_at(problem, sequence))
-        self._decodes.settle_for(fewest_left)
+        self._decodes.settle_for(least_left)
         self._totals.generated_tokens += sum(len(taken) for _, taken, _ in updates)
         return updates + failed
 
@@ -359,7 +356,7 @@ class Scheduler:
         sequence = chunk.sequence
         if sequence.row and sequence.finish is not FinishReason.ERROR:
             self.rows.keep(sequence, chunk.start + chunk.count)
-        self._queue_followers(sequence)
+        self._waiting_again(self._followers.pop(sequence, ()))
 
     # -- what it knows --------------------------------------------------------------------------------------------
 

@@ -13,12 +13,13 @@ from phonograph.engine.requests.sequence import Sequence
 from phonograph.engine.requests.step import Chunk, ScheduledStep, Update
 from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.acceptance import Acceptance, Brought
+from phonograph.engine.scheduling.row_use import RowUse, has_room
 
-_STAKE, _LEAST_STAKE, _STAKE_BY_DOUBLING = 2.0, 1.5, 0.125
-"""The time, in plain steps, that probes of one row may take at first, should nothing be drafted right; that of sixteen
-rows or more, of which one tells as much as many of one row; and how much less it is for twice the rows."""
-_PROBE_SHARE = 0.003
-"""Of the time of all steps, what further probes may take."""
+_STAKE, _LEAST_STAKE, _STAKE_BY_DOUBLING = 2.0, 1.0, 0.125
+"""The time, in plain steps, that probes of one row may take at first, should nothing be drafted right; that of 256 rows
+or more, of which one tells as much as many of one row; and how much less it is for twice the rows."""
+_PROBE_SHARE = 0.0015
+"""Of the time of all steps, what further probes may take for each plain step of the stake."""
 _DEAREST = 3.5
 """In plain steps, what a probe may cost: one of 512 steps, and no more than that is lost by it."""
 _LAUNCH_PRICE = 0.1
@@ -36,6 +37,10 @@ _SHARE_WEIGHT = 1 / 32
 """Of a step in the share of those with prompts."""
 _SELDOM = 0.02
 """A share of steps with prompts below which it does not matter what these cost."""
+_START_WEIGHT = 1 / 16
+"""Of a step in which rounds are wanted in how often that begins."""
+_MOST_WON = 8.0
+"""The time, in plain steps, of what rounds have gained that makes up for what they lose later."""
 _HELD_MARGIN = 0.05
 """In plain steps, what rounds must gain a step before they are launched again where prompts made them lose."""
 
@@ -104,7 +109,7 @@ class WherePaid:
         self._costs = costs
         self._ratios: dict[tuple[int, bool], dict[int, float]] = {}
         """By rows, with prompts or without: what steps cost by width, of those that there were."""
-        self._acceptance = Acceptance(depth)
+        self._acceptance, self._use = Acceptance(depth), RowUse(limits)
         self._width = 1
         """That of steps without prompts which are no probes."""
         self._share = 0.0
@@ -125,16 +130,21 @@ class WherePaid:
         """Rounds of a look at the widest that are yet to be launched."""
         self._wide_paid = 0.0
         """What each of them costs more than those in use, in plain steps."""
-        self._lost = 0.0
-        """The time, in plain steps, that recent rounds lost which were to pay; no less than none."""
+        self._lost = self._won = 0.0
+        """The time, in plain steps, that recent rounds lost which were to pay, no less than none; and what rounds have
+        won, no more than what may make up for losses."""
+        self._begins, self._is_wanted = 0.0, False
+        """Of recent steps without prompts that wanted a round, those before which none was; whether the last did."""
 
     def of(self, decodes: tuple[Sequence, ...], chunks: Collection[Chunk] = ()) -> Planned:
         planned, has_prompts = self._drafted.of(decodes, chunks), bool(chunks)
         if not decodes:
-            return planned if self._width > 1 else Planned(1)
+            tokens = self._acceptance.tokens(self._width)
+            return planned if self._width > 1 and has_room([one.sequence for one in chunks], tokens) else Planned(1)
         self._share += _SHARE_WEIGHT * (has_prompts - self._share)
         if planned.width > 1:
             num_rows = len(decodes)
+            self._use.look(decodes)
             width, ratios = self._paying(num_rows, has_prompts=has_prompts)
             planned = self._plain(ratios, num_rows) if width == 1 else self._round(width, ratios, stake_of(num_rows))
         else:
@@ -144,18 +154,40 @@ class WherePaid:
 
     def _paying(self, num_rows: int, *, has_prompts: bool) -> tuple[int, dict[int, float]]:
         """The width of a step that is no probe, and what it costs by width."""
-        alone = self._ratios_of(num_rows, has_prompts=False)
+        alone, best = self._ratios_of(num_rows, has_prompts=False), 1
+        among = self._ratios_of(num_rows, has_prompts=True) if has_prompts else alone
         self._width = self._best(alone)
         if self._width == 1 or not (has_prompts or self._share > _SELDOM):
             self._is_held = False
-            return self._width, alone
+        else:
+            best = self._held(num_rows, alone)
+        width = best if has_prompts else self._begun(num_rows, alone)
+        if width > 1 and (share := self._use.share_with_room(width, tokens := self._tokens(width))) < 1:
+            width = width if 1 + share * (tokens - 1) > among[width] else 1
+        return width, among
+
+    def _held(self, num_rows: int, alone: dict[int, float]) -> int:
+        """The width of a step with prompts; where these lose what others would gain, none is a round."""
         among = self._ratios_of(num_rows, has_prompts=True)
         best, gain = self._best_among_prompts(alone, among, (1 - self._share) * self._costs.to_catch_up(num_rows))
-        gain = self._share * gain + (1 - self._share) * (self._acceptance.tokens(self._width) - alone[self._width])
+        gain = self._share * gain + (1 - self._share) * (self._tokens(self._width) - alone[self._width])
         self._is_held = gain <= (_HELD_MARGIN if self._is_held else 0.0)
         if self._is_held:
             self._width = best = 1
-        return (best, among) if has_prompts else (self._width, alone)
+        return best
+
+    def _begun(self, num_rows: int, alone: dict[int, float]) -> int:
+        """The width of a step without prompts. Where the number of rows changes, so may what pays: as often as rounds
+        begin, the drafter has to catch up."""
+        width, before, self._is_wanted = self._width, self._is_wanted, self._width > 1
+        if width == 1:
+            return 1
+        self._begins += _START_WEIGHT * ((not before) - self._begins)
+        is_gain = self._tokens(width) - alone[width] > self._begins * self._costs.to_catch_up(num_rows)
+        return width if is_gain else 1
+
+    def _tokens(self, width: int) -> float:
+        return self._use.tokens(self._acceptance, width)
 
     def _ratios_of(self, num_rows: int, *, has_prompts: bool) -> dict[int, float]:
         found = self._ratios.get((num_rows, has_prompts))
@@ -169,7 +201,7 @@ class WherePaid:
         """The width that brings most for its time; the one that is in use wins by a margin."""
 
         def rate(width: int) -> float:
-            return self._acceptance.tokens(width) / ratios[width]
+            return self._tokens(width) / ratios[width]
 
         best = max(ratios, key=rate)
         return best if rate(best) > rate(self._width) * _MARGIN else self._width
@@ -182,7 +214,7 @@ class WherePaid:
 
         A plain one costs what the drafter does before the next round, as often as a step without prompts comes next.
         """
-        more = {width: self._acceptance.tokens(width) - 1 for width in among}
+        more = {width: self._tokens(width) - 1 for width in among}
         each = min(alone[width] / (1 + more[width]) for width in alone)
         costs = {width: ratio - 1 for width, ratio in among.items()} | {1: after_plain}
         best = max(costs, key=lambda width: more[width] * each - costs[width])
@@ -222,7 +254,7 @@ class WherePaid:
         What is dearer than the stake is saved for apart, so that cheaper ones, of more rows or fewer, don't take it; if
         it is the first of all, it is made at once.
         """
-        earned = _PROBE_SHARE * step
+        earned = _PROBE_SHARE * stake * step
         if price <= stake:
             self._credit = min(stake, self._credit + earned)
             has_credit = self._credit >= price
@@ -244,20 +276,32 @@ class WherePaid:
         with a stop token are left out."""
         if not step.decodes:
             return
-        width = step.tokens_per_row
+        width, depth = step.tokens_per_row, self._acceptance.depth
         for counts in probed:
             self._acceptance.note_probe(counts)
-        counts = Counter[Brought](_brought(step, updates)) if width > 1 else Counter[Brought]()
+        found = _decoded(step, updates)
+        num_tokens = sum([len(tokens) for _, tokens, _ in found])
+        self._use.took(step.decodes, num_tokens)
+        counts = Counter[Brought](_brought(found, width, depth)) if width > 1 else Counter[Brought]()
         self._acceptance.note(width, counts, catches_up=step.catches_up)
         if counts and width <= self._width:
             mean = self._acceptance.tokens(width)
-            brought = sum(rows * (max(one, mean) if is_cut_off else one) for (one, is_cut_off), rows in counts.items())
+            cut_off = sum([max(0.0, mean - len(tokens)) for _, tokens, finish in found if finish is not None])
             ratio = self._costs.ratio_among_prompts if step.prefills else self._costs.ratio
-            gained = brought / counts.total() - ratio(len(step.decodes), width)
-            self._lost = max(0.0, self._lost - gained)
-            if self._lost > _STREAK:
-                self._acceptance.give_up()
-                self._width, self._lost = 1, 0.0
+            self._note_gain((num_tokens + cut_off) / len(found) - ratio(len(step.decodes), width))
+
+    def _note_gain(self, gained: float) -> None:
+        """What a round gained; where rounds that were to pay lose for a while, all that is known of them is given up.
+
+        Probes pay for what was lost so and was not won before: a drafter that is right in probes alone gets few.
+        """
+        self._won = min(_MOST_WON, self._won + gained)
+        self._lost = max(0.0, self._lost - gained)
+        if self._lost > _STREAK:
+            self._acceptance.give_up()
+            debt = max(0.0, -self._won)
+            self._credit, self._saved = self._credit - debt, self._saved - debt
+            self._width, self._lost, self._won = 1, 0.0, 0.0
 
     def __str__(self) -> str:
         costs, most = self._costs, _DEAREST - _LAUNCH_PRICE
@@ -267,12 +311,21 @@ class WherePaid:
         return f"where that pays (a round costs, by rows: {costs}{f'; {rows}' if dear else ''})"
 
 
-def _brought(step: ScheduledStep, updates: Iterable[Update]) -> Iterator[Brought]:
-    """What each row that decoded got, and went on, or was cut off by a limit."""
-    decoding = set(step.decodes) if step.prefills else None
-    for sequence, tokens, finish in updates:
-        if (finish is None or finish is FinishReason.LENGTH) and (decoding is None or sequence in decoding):
-            yield len(tokens), finish is not None
+def _decoded(step: ScheduledStep, updates: Collection[Update]) -> Collection[Update]:
+    """What rows that decoded got."""
+    if not step.prefills:
+        return updates
+    decoding = set(step.decodes)
+    return [update for update in updates if update[0] in decoding]
+
+
+def _brought(found: Iterable[Update], width: int, depth: int) -> Iterator[Brought]:
+    """What each row that takes drafts got, and went on, or was cut off by a limit: of its outputs, or of its drafts."""
+    for sequence, tokens, finish in found:
+        if finish is None or finish is FinishReason.LENGTH:
+            count, most = len(tokens), sequence.draft_depth(depth) if sequence.is_draft_bounded else depth
+            if most:
+                yield count, finish is not None or count == most + 1 < width
 
 
 def width_by(limits: Limits, costs: StepCosts | None) -> StepWidth:

@@ -188,7 +188,7 @@ def asks_of_json(
     """What canonical JSON asks for. Keys are plan settings, and phases with a backend or an object each."""
     document = _object(_parsed(text, origin), "an object of phases", origin)
     asks: list[Ask] = []
-    meant = {phase.name: (phase.name,) for phase in phases}
+    meant: dict[str, tuple[str, ...]] = {phase.name: (phase.name,) for phase in phases}
     valid = (*meant, *PLAN_FIELDS)
     meant |= {one.defaults.name: one.stand_ins or (one.defaults.name,) for one in absent}
     for key, value in document.items():
