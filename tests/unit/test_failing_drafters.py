@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from drafted import REQUESTS
+from phonograph.engine.passes.drafter_failures import DrafterFailures
 from phonograph.engine.passes.drafting import Accepted, Drafting
-from speculation import Driver, Switching, check, speculating
+from speculation import Driver, Switching, check, saying, speculating
 
 METHODS = ("features", "read", "draft", "keep_up")
 
@@ -52,11 +53,12 @@ class Reading:
         self._done("keep_up", None)
 
 
-def expect_plain_output(drafter: Reading, backend: str) -> None:
+def expect_plain_output(drafter: Reading, backend: str) -> DrafterFailures:
     core = speculating(Drafting("reading", 3, lambda parts: drafter), backend)
     core.scheduler.width = Switching((1, 4))
     check(Driver(core).run(REQUESTS[:6]))
     assert core.scheduler.counts.steps > 0
+    return core.executor.parts.drafter_failures
 
 
 SLOW = pytest.mark.slow
@@ -66,10 +68,31 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("backend", ["disabled", *(pytest.param(one, marks=SLOW) for one in ("full", "breakable"))])
 @pytest.mark.parametrize("fails", [(), *((name,) for name in METHODS), METHODS], ids="+".join)
 def test_a_raise_changes_no_output(fails: tuple[str, ...], backend: str, caplog: pytest.LogCaptureFixture) -> None:
-    expect_plain_output(Reading(fails), backend)
+    failures = expect_plain_output(Reading(fails), backend)
     said = [record.message for record in caplog.records if "the drafter failed" in record.message]
     assert bool(said) == bool(fails)
     assert all(any(f"no idea how to {name}" in one for one in said) for name in fails)
+    assert len(said) == len(fails), "each once, however often it fails"
+    assert failures.count >= len(said)
+
+
+def of_shapes(accepted: Accepted) -> torch.Tensor:
+    raise ValueError(f"no idea for {accepted.rows.shape[0]} rows")
+
+
+@pytest.mark.faults
+def test_the_first_failure_of_a_kind_is_a_warning_and_all_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Of each engine, and whatever numbers are in the message."""
+    for _ in range(2):
+        caplog.clear()
+        core = speculating(saying(3, of_shapes), "disabled")
+        failures = core.executor.parts.drafter_failures
+        assert str(failures) == "", "a check of shapes, when the engine is made, is none"
+        check(Driver(core).run(REQUESTS[:6]))
+        (said,) = [record.message for record in caplog.records if "the drafter failed" in record.message]
+        assert "nothing is drafted: ValueError: no idea for 1 rows. Later failures like this one are not logged" in said
+        assert failures.count > 20
+        assert str(failures) == f"the drafter failed in {failures.count} calls: see the warnings"
 
 
 @SLOW

@@ -236,6 +236,7 @@ class LLM:
         drafted = "speculation: off"
         if self.drafting is not None:
             told = [f"{self.drafting}, {self.core.scheduler.width}", str(self.core.speculation.counts)]
+            told.append(str(self.executor.parts.drafter_failures))
             drafted = f"speculation: {'; '.join(filter(None, [*told, described_times(round_times(self.executor))]))}"
         about = [
             self.plan.explain(),

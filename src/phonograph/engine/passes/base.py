@@ -13,6 +13,7 @@ from phonograph.engine.cache.groups import CacheGroup
 from phonograph.engine.models.interface import Model
 from phonograph.engine.ops.attention.traced import TracedAttention
 from phonograph.engine.ops.layers.reference import TracedKernels
+from phonograph.engine.passes.drafter_failures import DrafterFailures
 from phonograph.engine.passes.registry import PassDeclaration
 from phonograph.engine.passes.sample_batches import Trials
 from phonograph.engine.passes.sampling_tail import SamplingTail
@@ -55,6 +56,11 @@ class PassParts:
         """Sample state for trial runs."""
         caches = (self.cache, *self.beside.values())
         return Trials(self.tables, caches, self.limits, self.model.config.vocab)
+
+    @cached_property
+    def drafter_failures(self) -> DrafterFailures:
+        """Of the drafters of all passes."""
+        return DrafterFailures()
 
     @cached_property
     def tail(self) -> SamplingTail:

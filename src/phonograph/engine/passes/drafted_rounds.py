@@ -5,7 +5,6 @@ Both passes of an engine that speculates have one: steps of decodes alone, and m
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +26,6 @@ from phonograph.engine.sampling.sampler import TopLogprobs
 from phonograph.errors import DeclarationError
 from phonograph.graphs.phases.context import Stage, current
 from phonograph.graphs.phases.opaque import opaque
-
-log = logging.getLogger("phonograph")
 
 
 def _fake_verified(logits: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
@@ -65,6 +62,7 @@ class DraftedRounds:
     def __init__(self, parts: PassParts, drafter: Drafter, unread: UnreadSize | None = None) -> None:
         self._parts = parts
         self._drafter = drafter
+        self._failures = parts.drafter_failures
         if unread is not None and unread.places < parts.limits.tokens_per_row:
             found = f"{unread.places} places for what is unread, and rounds of {parts.limits.tokens_per_row} tokens"
             raise DeclarationError(f"{found}, which leave a state each. Give it as many places at least.")
@@ -184,7 +182,7 @@ class DraftedRounds:
                 self._drafter.keep_up(accepted)
                 self._mark_read(rows)
         except Exception as error:  # no output depends on drafts
-            _warn("nothing is drafted", error)
+            self._failures.note("nothing is drafted", error)
             drafts.index_fill_(0, rows, -1)
             self._mark_read(rows)  # what it has not read is left nowhere
 
@@ -272,7 +270,7 @@ class DraftedRounds:
                 raise ValueError(f"features of shape {list(found.shape)}, expected {list(taps[0].shape)}")
             return found.to(dtype)
         except Exception as error:  # no output depends on drafts
-            _warn("it drafts from zeros", error)
+            self._failures.note("it drafts from zeros", error)
             return torch.zeros_like(taps[0], dtype=dtype)
 
     def read(
@@ -301,7 +299,7 @@ class DraftedRounds:
         try:
             self._reader.read(following, features, queries)
         except Exception as error:  # no output depends on drafts
-            _warn("it does not know these tokens of prompts", error)
+            self._failures.note("it does not know these tokens of prompts", error)
         return features
 
     def accept(
@@ -309,10 +307,6 @@ class DraftedRounds:
     ) -> tuple[Picked, torch.Tensor]:
         picked, accepted = self.verify(logits, tokens, queries, needs)
         return picked, accepted.tokens
-
-
-def _warn(so: str, error: Exception) -> None:
-    log.warning("the drafter failed, and %s: %s: %s", so, type(error).__name__, error)
 
 
 def _said(drafted: torch.Tensor) -> torch.Tensor:
