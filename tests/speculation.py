@@ -131,6 +131,7 @@ def speculating(
 ) -> EngineCore[Executor]:
     """An engine on the emulated device, with everything recorded; rounds of half as many drafts only on request."""
     usual: dict[str, Any] = {"max_seqs": 4, "max_len": MAX_LEN, "page_size": 8, "num_pages": 60, "max_ahead": 2}
+    usual["unread_places"] = 0 if drafting.unread is None else drafting.unread.places
     usual |= {"tokens_per_row": drafting.depth + 1, "max_tokens": 4 * (drafting.depth + 1) + 16}
     limits = Limits(**{**usual, **changes})
     device, passes = EmulatedDevice(poison=True), speculating_passes(drafting, narrows=narrows)

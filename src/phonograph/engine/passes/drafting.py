@@ -15,6 +15,8 @@ from phonograph.engine.ops.queries import Queries
 from phonograph.engine.passes.base import PassParts
 from phonograph.engine.passes.unread import UnreadSize
 from phonograph.engine.state.column import Column
+from phonograph.errors import DeclarationError
+from phonograph.numbers import is_whole
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,18 @@ class Drafting:
     keeps: Callable[[Model], Sequence[Kept]] | None = None
     """What layers of its own keep in pages."""
     weights: object = None
-    """Tensors of its own, in dataclasses."""
+    """Tensors of its own, in dataclasses: benchmarks count by them what a round reads. The engine does not ask for
+    them: memory is measured, when the declaration and all that `make` makes are there."""
     unread: UnreadSize | None = None
     """What plain steps leave for it, where it reads hidden states of the target, and not in every step."""
     why: str = ""
     """How it came to be this one, where nobody asked for it by name."""
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.depth) or self.depth < 1:
+            raise DeclarationError(
+                f"the drafter {self.name!r} drafts {self.depth!r} tokens a round. Give a whole number of at least 1."
+            )
 
     def __str__(self) -> str:
         named = f"{self.name} ({self.why})" if self.why else self.name

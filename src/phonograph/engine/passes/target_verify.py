@@ -19,6 +19,7 @@ from phonograph.engine.passes.decode import DecodeBatch, DecodeBatches, rows_slo
 from phonograph.engine.passes.draft import draft_pass, drafts_axis
 from phonograph.engine.passes.draft_extend import draft_extend_pass
 from phonograph.engine.passes.drafted_rounds import DraftedRounds
+from phonograph.engine.passes.drafter_checks import check_drafts, kept_in_pages, made_drafter
 from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting
 from phonograph.engine.passes.embed import embed_pass
 from phonograph.engine.passes.prefill import prefill_pass
@@ -34,6 +35,7 @@ from phonograph.engine.passes.registry import (
 )
 from phonograph.engine.passes.sampling_tail import axes_for
 from phonograph.engine.passes.unread import UnreadSize
+from phonograph.engine.requests.limits import half_width
 from phonograph.engine.state.column import Column, RowSource, TrialRows, Writer
 
 
@@ -169,18 +171,23 @@ def speculating_passes(
     With `narrows` there are recordings of rounds of half as many drafts.
     """
 
+    half = half_width(drafting.depth + 1) - 1
+    asked = {drafting.depth, half} if narrows and half else {drafting.depth}
+
     def target_verify(parts: PassParts, backend: str) -> Pass:
-        return target_verify_pass(parts, backend, declared, drafting.make(parts), drafting.unread, narrows=narrows)
+        drafter = made_drafter(drafting, parts)
+        check_drafts(drafting, drafter, parts, asked)
+        return target_verify_pass(parts, backend, declared, drafter, drafting.unread, narrows=narrows)
 
     def extend(parts: PassParts, backend: str) -> Pass:
-        return draft_extend_pass(parts, extends, drafting.make(parts), drafting.unread)
+        return draft_extend_pass(parts, extends, made_drafter(drafting, parts), drafting.unread)
 
     def draft(parts: PassParts, backend: str) -> Pass:
-        return draft_pass(parts, drafts, drafting.make(parts), drafting.unread, narrows=narrows)
+        return draft_pass(parts, drafts, made_drafter(drafting, parts), drafting.unread, narrows=narrows)
 
     def mixed(plain: PassDeclaration, make: Callable[..., Pass]) -> PassDeclaration:
         def made(parts: PassParts, backend: str) -> Pass:
-            drafter = drafting.make(parts)
+            drafter = made_drafter(drafting, parts)
             rounds = DraftedRounds(parts, drafter, drafting.unread)
             found = make(parts, backend, plain, rounds)
             reads, writes = (*rounds.reads, *drafter.reads), (*rounds.leaves, *drafter.writes)
@@ -192,7 +199,7 @@ def speculating_passes(
         unread = () if drafting.unread is None else drafting.unread.columns()
         return (*round_columns(drafting.depth), *unread, *drafting.columns())
 
-    declared = replace(TARGET_VERIFY, make=target_verify, columns=columns, keeps=drafting.keeps)
+    declared = replace(TARGET_VERIFY, make=target_verify, columns=columns, keeps=kept_in_pages(drafting))
     extends, drafts = replace(DRAFT_EXTEND, make=extend), replace(DRAFT, make=draft)
     passes = declared, mixed(PREFILL, prefill_pass), extends, drafts, HEARTBEAT
     return (*passes, mixed(EMBED, embed_pass)) if embeddings else passes
