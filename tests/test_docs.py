@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,7 @@ RUNNING = (
     "how-to/verify.md",
     "how-to/bare-runner.md",
     "how-to/graph-breaks.md",
+    "how-to/new-drafter.md",
     "tc-piecewise.md",
 )
 """Pages whose blocks of Python run, in order, in one namespace, and print what the page says."""
@@ -200,6 +202,41 @@ def test_the_blocks_of_a_page_run_and_show_what_it_says(page: str) -> None:
         elif language == "text":
             assert_shown(text, out)
     assert ran
+
+
+def test_the_page_on_drafters_makes_one(tmp_path: Path) -> None:
+    """Its file and its edits, in a copy of the package."""
+    package, made = tmp_path / "phonograph", list(blocks("how-to/new-drafter.md"))
+    shutil.copytree(ROOT / "src" / "phonograph", package, ignore=shutil.ignore_patterns("*.safetensors", "*.gguf"))
+    (package / "engine" / "passes" / "bigram.py").write_text(next(text for name, text in made if name == "python"))
+    for edits in next(text for name, text in made if name == "diff").split("--- ")[1:]:
+        path, *places = re.split(r"\n@@\n", edits)
+        source = (package / path).read_text()
+        for lines in (place.splitlines() for place in places):
+            old, new = ("\n".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
+            assert source.count(f"{old}\n") == 1, old
+            source = source.replace(f"{old}\n", f"{new}\n")
+        (package / path).write_text(source)
+    program = f"""
+import torch
+from phonograph import LLM, EngineOptions, SamplingParams
+from phonograph.engine.checkpoints.random import RandomCheckpoint
+from phonograph.engine.models.config import SHAPES
+asked, params = dict(max_seqs=2, max_len=64), SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+def answers(**others):
+    options = EngineOptions(dtype=torch.float32, **asked, **others)
+    llm = LLM(RandomCheckpoint(SHAPES["tiny"]), device="cpu", options=options)
+    return [one.tokens for one in llm.generate([[5, 9], [7]], params)], llm.explain()
+torch.save(torch.arange(256), {str(tmp_path / "bigram.pt")!r})
+(plain, _), (drafted, said) = answers(), answers(speculate="bigram", draft={str(tmp_path)!r})
+assert plain == drafted
+assert "speculation: bigram drafts 3 tokens a round" in said
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_line_that_asks_for_settings_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,8 +112,8 @@ def _problems_of_unread(drafting: Drafting, reader: ReadsTarget | None, parts: P
 def check_drafts(drafting: Drafting, drafter: Drafter, parts: PassParts, depths: Collection[int]) -> None:
     """Refuse a drafter whose drafts have another shape than is asked for, by rows of nobody and each of these depths.
 
-    There are never as many rows as drafts, so that no transposed result has the right shape by chance. One that raises
-    is let pass: it drafts nothing, with a warning.
+    There are more rows than drafts or fewer, so that no transposed result has the right shape by chance. One that
+    raises is let pass: it drafts nothing, with a warning.
     """
     for depth in depths:
         num_rows = min(parts.limits.max_seqs, 1 if depth == 2 else 2)

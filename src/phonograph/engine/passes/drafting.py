@@ -37,7 +37,12 @@ class Accepted:
 
 
 class Drafter(Protocol):
-    """One for an engine, made with its passes. It runs inside recordings, and after the tables are written."""
+    """What proposes tokens: one object for each pass of an engine, so that what they share is in columns and pages.
+
+    It runs inside recordings, and after the tables are written. One that raises when it is called drafts nothing, and
+    while it is recorded that holds for the recording. What fails on the device fails the step: indices that are made of
+    tokens have to be in range.
+    """
 
     @property
     def reads(self) -> Sequence[str]:
@@ -52,8 +57,8 @@ class Drafter(Protocol):
     def draft(self, accepted: Accepted, depth: int) -> torch.Tensor:
         """[num_rows, depth]: the tokens that may follow the last one of each row; below 0 is none.
 
-        Rounds may be narrower than they can be, so `depth` is that of the declaration or less. Anything may be in the
-        result. A drafter that raises drafts nothing.
+        Rounds may be narrower than they can be, so `depth` is that of the declaration or less. Any tokens may be in the
+        result.
         """
         ...
 
@@ -71,16 +76,16 @@ class ReadsTarget(Drafter, Protocol):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers of the target after which states are taken."""
+        """The layers of the target after which states are taken, from 0 on: at least one."""
         ...
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
-        """The memory that it writes to."""
+        """The memory that it writes to, at least one tensor; features are of the type of the first."""
         ...
 
     def features(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """[num_tokens, hidden]: what it needs of the tapped states of some tokens."""
+        """[num_tokens, hidden]: what it needs of the tapped states of some tokens, in their order."""
         ...
 
     def read(self, following: torch.Tensor, features: torch.Tensor, queries: Queries) -> None:
@@ -110,6 +115,7 @@ class Drafting:
     depth: int
     """Tokens that are drafted for a row in each round, at most."""
     make: Callable[[PassParts], Drafter]
+    """Called for every pass, and again while memory is measured."""
     columns: Callable[[], Sequence[Column]] = _no_columns
     """Request state of its own."""
     keeps: Callable[[Model], Sequence[Kept]] | None = None
@@ -118,7 +124,8 @@ class Drafting:
     """Tensors of its own, in dataclasses: benchmarks count by them what a round reads. The engine does not ask for
     them: memory is measured, when the declaration and all that `make` makes are there."""
     unread: UnreadSize | None = None
-    """What plain steps leave for it, where it reads hidden states of the target, and not in every step."""
+    """What plain steps leave for it, where it reads hidden states of the target, and not in every step. Limits have as
+    many places (`Limits.unread_places`)."""
     why: str = ""
     """How it came to be this one, where nobody asked for it by name."""
 
