@@ -96,6 +96,7 @@ def test_the_first_failure_of_a_kind_is_a_warning_and_all_are_counted(caplog: py
 
 
 @SLOW
+@pytest.mark.faults
 def test_a_raise_in_what_is_compiled_changes_no_output() -> None:
     expect_plain_output(Reading(METHODS), "tc_piecewise")
 
