@@ -463,19 +463,6 @@ def test_rows_that_take_few_drafts_tell_of_no_deeper_ones() -> None:
     assert found.widths[3] > 250, "as wide as what they take"
 
 
-def test_probes_tell_of_rows_that_take_drafts_alone() -> None:
-    decodes = (*rows(1), *rows(1, speculate=False), *rows(1, speculate=1))
-    probes, depth = Probes(3), 3
-    for number in range(depth):
-        step = ScheduledStep(number, decodes, (), (), 1, pass_name="x", catches_up=not number, probes=not number)
-        sampled = Sampled([], probed=np.full((3, depth), TOKEN)) if step.probes else Sampled([])
-        for one in decodes:
-            one.outputs.append(TOKEN)
-        found = list(probes.took(step, [(one, (TOKEN,), None) for one in decodes], sampled))
-    assert found == [Counter({(4, False): 1, (2, True): 1})]
-    assert (probes.num_rows, probes.num_tokens) == (2, 4 + 2)
-
-
 @pytest.mark.parametrize("every", [1, 3, 10])
 @pytest.mark.parametrize("catching_up", [0.4, 1.0, 3.0])
 @pytest.mark.parametrize("ratio", [1.2, 2.0])

@@ -274,12 +274,13 @@ def test_drafts_are_right_up_to_the_first_that_is_not() -> None:
 
 
 def test_rows_that_take_fewer_drafts() -> None:
-    """By their request or for a grammar: further ones would not be verified."""
+    """By their request: of deeper places nothing is known. A row that takes none tells nothing of any."""
     grammar = sequence([])
     grammar.constraint = Even()
     rows = [(sequence([], speculate=2), [1, 2, 3], [1, 2, 3]), (grammar, [1, 2, 3], [1, 2, 3])]
     rows.append((sequence([], speculate=False), [1, 2, 3], [1, 2, 3]))
-    assert compared(rows) == [Counter({(3, False): 1, (1, False): 2})]
+    assert compared(rows) == [Counter({(3, True): 1})]
+    assert compared(rows[1:]) == []
 
 
 @pytest.mark.parametrize(
@@ -359,7 +360,7 @@ def test_cheap_probes_of_many_rows_don_t_take_what_is_saved_for_dear_ones_of_one
         for decodes in (alone, crowd):
             probed[len(decodes)] += sum(policy.of(decodes).probes for _ in range(100))
     assert 8 <= probed[1] <= 11, "0.3 % of 10,000 steps"
-    assert 90 <= probed[4] <= 110
+    assert 78 <= probed[4] <= 96, "0.26 %, of which each takes 0.3 steps"
 
 
 def test_what_a_drafter_takes_is_known_where_it_is_not_recorded() -> None:
