@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from phonograph.engine.cache.groups import PagedCache
+
+Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,30 @@ class Span:
     start: int
     """Position of that token in the sequence."""
     count: int
+
+
+class Spans(Sequence[Span]):
+    """Spans as the columns of one array, each made when it is looked at: most attention looks at none."""
+
+    def __init__(self, rows: Array, firsts: Array, starts: Array, counts: Array) -> None:
+        self._told = rows, firsts, starts, counts
+
+    def __len__(self) -> int:
+        return len(self._told[0])
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Spans: ...
+
+    def __getitem__(self, index: int | slice) -> Span | Spans:
+        if isinstance(index, slice):
+            return Spans(*(one[index] for one in self._told))
+        return Span(*(int(one[index]) for one in self._told))
+
+    def __iter__(self) -> Iterator[Span]:
+        return map(Span, *(one.tolist() for one in self._told))
 
 
 @dataclass(frozen=True)
@@ -35,7 +64,7 @@ class Queries:
     table: torch.Tensor  # [num_rows, width]: the page numbers of each row's sequence; row 0 is null
     tokens_per_row: int | None
     """Tokens that every row has in this step: 1 where rows decode, a fixed number, or None where rows differ."""
-    spans: tuple[Span, ...] | None = None
+    spans: Sequence[Span] | None = None
     """The sequences of an eager step; None where a graph is recorded, whose kernels read device memory only."""
     spans_from: int = 0
     """Index of the first token that spans tell of. Where the tokens before it stand, only the device knows."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from phonograph.engine.ops.queries import Span
+from phonograph.engine.ops.queries import Span, Spans
 from phonograph.engine.passes.rounds import Rounds
 from phonograph.engine.passes.step import PromptChunk, Step
 from phonograph.engine.requests.limits import Limits
@@ -34,7 +34,7 @@ class PrefillBatch:
     prompt tokens that the likelihood of the next one is wanted after, and of those whose hidden state is wanted."""
     width: int
     needs: SamplingNeeds
-    spans: tuple[Span, ...] | None
+    spans: Many[Span] | None
     """Of the sequences whose places the host knows."""
     spans_from: int = 0
     """Index of the first token that spans tell of; before it are those of rows that decode several."""
@@ -95,7 +95,7 @@ class PrefillBatches:
             np.concatenate([np.arange(num_decoding), (ends - 1)[samples], np.asarray(scored + stated, dtype=np.int64)]),
             ceil_div(int(longest) + self._ahead, self._page_size),
             step.needs,
-            self._spans(decoding, lengths, chunks, ends - sizes),
+            self._spans(decoding, lengths, (sizes, starts, chunk_rows), ends - sizes),
             0 if is_exact else num_decoding,
             np.asarray(targets, dtype=np.int64) if targets else None,
             _following(tokens, num_decoding, chunks, ends) if self._has_following else None,
@@ -104,12 +104,13 @@ class PrefillBatches:
             None if is_exact else np.concatenate([decoding, chunk_rows[samples]]),
         )
 
-    def _spans(self, decoding: Array, lengths: Array, chunks: Many[PromptChunk], firsts: Array) -> tuple[Span, ...]:
+    def _spans(self, decoding: Array, lengths: Array, chunks: Many[Array], firsts: Array) -> Spans:
         """Of rows that decode as far as the host knows where they are, and of chunks."""
-        known = enumerate(zip(decoding.tolist(), lengths.tolist(), strict=True)) if self._is_exact else ()
-        spans = [Span(row, index, length - 1, 1) for index, (row, length) in known]
-        each = zip(chunks, firsts.tolist(), strict=True)
-        return (*spans, *(Span(chunk.row, first, chunk.start, len(chunk.tokens)) for chunk, first in each))
+        sizes, starts, rows = chunks
+        if not self._is_exact:
+            return Spans(rows, firsts, starts, sizes)
+        own = decoding, np.arange(len(decoding)), lengths - 1, np.ones_like(decoding)
+        return Spans(*(np.concatenate(both) for both in zip(own, (rows, firsts, starts, sizes), strict=True)))
 
 
 def _chunks(step: Step) -> tuple[tuple[PromptChunk, ...], Array, Array, Array, Array]:

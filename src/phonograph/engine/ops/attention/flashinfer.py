@@ -104,7 +104,7 @@ class _FlashInferStep:
     outer: FlashInferAttention
     cache: PagedCache
     queries: Queries
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     num_heads: int
     plans: dict[int | None, Any] = field(default_factory=dict)
 
