@@ -158,7 +158,7 @@ class WherePaid:
         among = self._ratios_of(num_rows, has_prompts=True) if has_prompts else alone
         self._width = self._best(alone)
         if self._width == 1 or not (has_prompts or self._share > _SELDOM):
-            self._is_held = False
+            self._is_held, among = False, alone
         else:
             best = self._held(num_rows, alone)
         width = best if has_prompts else self._begun(num_rows, alone)
