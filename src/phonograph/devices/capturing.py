@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.cuda.graphs as torch_graphs
 
+from phonograph.devices.refused import Refused
 from phonograph.devices.trace import user_frame
 from phonograph.errors import CaptureError
 
@@ -32,6 +33,7 @@ QUERY = torch.cuda.is_current_stream_capturing
 
 class _Here(threading.local):
     depth = 0
+    refused: Refused | None = None
 
 
 _here = _Here()
@@ -46,7 +48,10 @@ class _Unseeded:
     def __getattr__(self, name: str) -> Any:
         if name in _SEEDS and _here.depth > 0 and not _is_compiler(sys._getframe(2)):
             problem = f"{_SEEDS[name]} sets the random numbers, and a replay draws its own"
-            raise CaptureError(problem, _SEED_OUTSIDE, op=_SEEDS[name], frame=user_frame())
+            error = CaptureError(problem, _SEED_OUTSIDE, op=_SEEDS[name], frame=user_frame())
+            if _here.refused is not None:
+                _here.refused.note(error)
+            raise error
         return getattr(self._generator, name)
 
 
@@ -67,7 +72,7 @@ def _answer() -> bool:
 
 
 @contextmanager
-def said_to_capture() -> Iterator[None]:
+def said_to_capture(refused: Refused | None = None) -> Iterator[None]:
     """Inside, and on this thread only, `torch.cuda.is_current_stream_capturing()` is True, and seeding is refused."""
     global _num_inside  # noqa: PLW0603 - other threads may be inside too
     with _lock:
@@ -75,10 +80,12 @@ def said_to_capture() -> Iterator[None]:
         setattr(torch_graphs, _ASKED, _answer)
         setattr(torch.random, _SEEDED, _Unseeded(_generator))
     _here.depth += 1
+    before, _here.refused = _here.refused, refused
     try:
         yield
     finally:
         _here.depth -= 1
+        _here.refused = before
         with _lock:
             _num_inside -= 1
             if _num_inside == 0:

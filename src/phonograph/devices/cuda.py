@@ -19,8 +19,9 @@ from phonograph.devices.compiling import around_compilations
 from phonograph.devices.cuda_nodes import num_captured, read_nodes
 from phonograph.devices.emulated import NoGraph
 from phonograph.devices.nodes import NodeList
-from phonograph.devices.trace import forget_modes, refusing
-from phonograph.errors import CaptureError, DeviceError
+from phonograph.devices.refused import Refused, refusing
+from phonograph.devices.trace import forget_modes
+from phonograph.errors import DeviceError
 
 # Capture must not fail because of another thread's allocation or copy.
 _ERROR_MODE = "thread_local"
@@ -239,19 +240,19 @@ class _CudaRehearsal:
     def __init__(self, named: bool) -> None:
         self._named = named
         self._modes = ExitStack()
-        self._refused: list[CaptureError] = []
+        self._refused = Refused()
 
     def begin(self) -> None:
-        self._modes.enter_context(said_to_capture())
+        self._refused = Refused()
+        self._modes.enter_context(said_to_capture(self._refused))
         self._modes.enter_context(_waits_refused())
         if self._named:
             # Every op through Python: three times the host time of a pass.
-            self._refused = self._modes.enter_context(refusing("cuda"))
+            self._modes.enter_context(refusing("cuda", self._refused))
 
     def end(self) -> DeviceGraph:
         self._modes.close()
-        if self._refused:
-            raise self._refused[0]  # the body caught the error, and its handler would be what is recorded
+        self._refused.check()
         return NoGraph()
 
     def abort(self) -> None:

@@ -22,8 +22,9 @@ from phonograph.devices.capturing import said_to_capture
 from phonograph.devices.emulated_tape import EmulatedPool, EmulatedTape, fill_with
 from phonograph.devices.nodes import NodeList
 from phonograph.devices.op_trace import OpTrace
-from phonograph.devices.trace import OpWatch, Refusals, forget_modes, refusing, uncompiled
-from phonograph.errors import CaptureError, DeviceError
+from phonograph.devices.refused import Refused, RefusingOps, refusing
+from phonograph.devices.trace import Refusals, forget_modes, uncompiled
+from phonograph.errors import DeviceError
 
 
 class EmulatedGraph:
@@ -63,6 +64,7 @@ class _EmulatedRecorder:
         self._pool = pool
         self._tape: EmulatedTape | None = None
         self._modes = ExitStack()
+        self._refused = Refused()
         self._random_state = torch.get_rng_state()
         self._num_ended = 0
 
@@ -74,13 +76,15 @@ class _EmulatedRecorder:
             raise DeviceError("beginning a graph while one is being recorded. End the first, or abort it.")
         self._tape = EmulatedTape(recording=self)
         self._random_state = torch.get_rng_state()
-        self._modes.enter_context(said_to_capture())
+        refused = self._refused = Refused()
+        self._modes.enter_context(said_to_capture(refused))
         self._modes.enter_context(uncompiled())
-        self._modes.enter_context(Refusals("cpu"))
-        self._modes.enter_context(OpWatch(self._tape.on_op))
+        self._modes.enter_context(Refusals("cpu", refused.note))
+        self._modes.enter_context(RefusingOps(self._tape.on_op, refused))
 
     def end(self) -> DeviceGraph:
         tape = self._close()
+        self._refused.check()
         self._num_ended += len(tape.ops) + 1
         self._pool.tapes.append(tape)
         self._pool.wrote(self)
@@ -111,16 +115,16 @@ class _EmulatedRehearsal:
 
     def __init__(self) -> None:
         self._modes = ExitStack()
-        self._refused: list[CaptureError] = []
+        self._refused = Refused()
 
     def begin(self) -> None:
-        self._modes.enter_context(said_to_capture())
-        self._refused = self._modes.enter_context(refusing("cpu"))
+        self._refused = Refused()
+        self._modes.enter_context(said_to_capture(self._refused))
+        self._modes.enter_context(refusing("cpu", self._refused))
 
     def end(self) -> DeviceGraph:
         self._modes.close()
-        if self._refused:
-            raise self._refused[0]  # the body caught it, and a recording would hold what it does then
+        self._refused.check()
         return NoGraph()
 
     def abort(self) -> None:

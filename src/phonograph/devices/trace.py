@@ -134,12 +134,12 @@ def _written_arguments(func: Any) -> tuple[list[tuple[int, str]], list[tuple[int
 
 
 class Refusals(TorchFunctionMode):
-    """Refuses host reads that don't reach the dispatcher, on tensors of one device type."""
+    """Refuses host reads that don't reach the dispatcher, on tensors of one device type; `note` is told of them."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, note: Callable[[CaptureError], None]) -> None:
         super().__init__()
         self.device_type = device_type
-        self.raised: list[CaptureError] = []
+        self._note = note
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
@@ -147,7 +147,7 @@ class Refusals(TorchFunctionMode):
         try:
             return self._run(func, args, kwargs)
         except CaptureError as error:
-            self.raised.append(error)
+            self._note(error)
             raise
 
     def _run(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object] | None) -> Any:
@@ -356,28 +356,6 @@ def forget_modes() -> None:
     """
     with OpWatch(lambda func, args, kwargs: func(*args, **kwargs)):
         pass
-
-
-@contextmanager
-def refusing(device_type: str) -> Iterator[list[CaptureError]]:
-    """Run everything, but raise a named error for what a graph can't hold.
-
-    Yields all that were raised: a body may catch one and go on.
-    """
-    refusals = Refusals(device_type)
-
-    def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        error = refusal(func, args, kwargs, device_type)
-        if error is not None:
-            refusals.raised.append(error)
-            raise error
-        return func(*args, **kwargs)
-
-    with ExitStack() as stack:
-        stack.enter_context(uncompiled())
-        stack.enter_context(refusals)
-        stack.enter_context(OpWatch(run))
-        yield refusals.raised
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from phonograph.graphs.phases.context import BREAKING, Stage, current, is_traced
+from phonograph.graphs.phases.context import BREAKING, Breaker, Stage, current, is_traced
 from phonograph.graphs.phases.live_arguments import shown
 from phonograph.graphs.phases.marks import Fake, Mark, traced_call
 
@@ -44,7 +44,7 @@ class GraphBreak(Generic[P, R]):
                     *(self.inline.__qualname__, self.inline.__name__),
                 )
             return self.inline(*args, **kwargs)
-        result: R = breaker.gap(self.inline, args, kwargs)
+        result: R = _broken(breaker, self.inline, args, kwargs)
         return result
 
     def __get__(self, instance: object, owner: type | None = None) -> GraphBreak[..., R]:
@@ -96,7 +96,18 @@ def break_graph() -> None:
         return
     breaker = current().breaker
     if breaker is not None:
-        breaker.gap(_nothing, (), {})
+        _broken(breaker, _nothing, (), {})
+
+
+def _broken(breaker: Breaker, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a gap; a body that catches what it raises is recorded without the gap, and so must not be recorded."""
+    try:
+        return breaker.gap(function, args, kwargs)
+    except Exception as error:
+        refused = current().refused
+        if refused is not None:
+            refused.note(error)
+        raise
 
 
 def _nothing() -> None:

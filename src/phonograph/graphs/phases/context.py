@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from phonograph.devices.refused import Refused
+
 BREAKING = frozenset({"breakable", "tc_piecewise"})
 """The backends whose recordings have gaps."""
 
@@ -52,6 +54,8 @@ class Current:
     """Entered around every gap."""
     on_gap: OnGap | None = None
     """Told of every gap of a warm-up once it has run."""
+    refused: Refused | None = None
+    """Where a body is run to be recorded: what marks and live arguments refuse in it."""
 
 
 _OUTSIDE = Current()

@@ -86,12 +86,16 @@ def value_of(argument: LiveArgument) -> Live:
 
 
 def _read(argument: LiveArgument) -> CaptureError:
-    return CaptureError(
+    error = CaptureError(
         f"the body reads the live argument {value_of(argument).field!r}, and a recording would freeze its value",
         "Read it in a @graph_break of a breakable recording or in a tail that is not captured, make it a slot, or "
         "don't name it in live=",
         frame=user_frame(sys._getframe(1)),
     )
+    refused = current().refused
+    if refused is not None:
+        refused.note(error)
+    return error
 
 
 def _refused(self: LiveArgument, *args: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from phonograph.devices.refused import Refused
 from phonograph.graphs.inputs.extent import Extent
 from phonograph.graphs.inputs.fields import fetch, path_of
 from phonograph.graphs.inputs.registry import LoadMode, Registry, View
@@ -88,10 +89,13 @@ class Binder:
         view = self.load(sample, extent)
         if self.phase.host_plan is not None:
             self.phase.host_plan(view.batch, extent)
-        now = Current(self.phase.name, self.backend.name, stage, view.batch)
+        refused = Refused()
+        now = Current(self.phase.name, self.backend.name, stage, view.batch, refused=refused)
         inputs = self.phase.inputs(view.batch, view.kwargs, self.phase.without)
         made = None if as_written else self.made
         body = partial(self.forward, view, noting) if made is None else made.of(key, view)
+        if made is None or self.backend.records_body:  # else it is the backend's own, which catches nothing
+            body = partial(_insisting, body, refused)
         return Bound(body, now, sample.batch, inputs, view.kwargs)
 
     @contextmanager
@@ -125,6 +129,12 @@ class Binder:
     def _dims_that_vary(self, key: ShapeKey, keys: Sequence[ShapeKey]) -> frozenset[str]:
         sizes = [self.phase.padded(one.size) for one in keys if one.group == key.group]
         return frozenset(name for name in sizes[0] if len({size[name] for size in sizes}) > 1)
+
+
+def _insisting(body: Body, refused: Refused) -> Any:
+    """Run a body, and raise what was refused in it, though it may have caught that."""
+    with refused.insisted_on():
+        return body()
 
 
 def body_view(phase: Phase, key: ShapeKey, view: View, varying: frozenset[str]) -> BodyView:

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from phonograph.devices import Device
+from phonograph.devices.refused import Refused
 from phonograph.devices.trace import tensors_in, user_frame, watching_ops, written_tensors
 from phonograph.errors import CaptureError
 
@@ -59,14 +60,22 @@ class SavedState:
     @contextmanager
     def watching(self, suspects: Iterable[torch.Tensor] = ()) -> Iterator[MemoryRun]:
         """Save whatever is written in here for the first time."""
-        run = MemoryRun()
+        run, refused = MemoryRun(), Refused()
         for tensor in suspects:
             self._suspect(tensor, run)
+
+        def before(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            try:
+                self._before(run, func, args, kwargs)
+            except CaptureError as error:
+                refused.note(error)
+                raise
+
+        def after(func: Any, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> None:
+            self._after(run, args, kwargs, result)
+
         try:
-            with watching_ops(
-                lambda func, args, kwargs: self._before(run, func, args, kwargs),
-                lambda func, args, kwargs, result: self._after(run, args, kwargs, result),
-            ):
+            with refused.insisted_on(), watching_ops(before, after):
                 yield run
         finally:
             self._keep_changed(run)

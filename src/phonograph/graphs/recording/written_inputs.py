@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from phonograph.devices.trace import OpWatch, user_frame, written_tensors
+from phonograph.devices.refused import Refused, RefusingOps
+from phonograph.devices.trace import user_frame, written_tensors
 from phonograph.errors import InputWriteError, LoadError
 
 _REMEDY = "Write to a copy (x = x.clone()) and return what the caller needs; keep state in a tensor of the model"
@@ -20,7 +21,9 @@ _REMEDY = "Write to a copy (x = x.clone()) and return what the caller needs; kee
 
 @contextmanager
 def refusing_input_writes(inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Raise where an op writes to one of these; at the end, where a kernel that torch does not dispatch did."""
+    """Raise where an op writes to one of these, and again at the end, for a body that catches it; at the end, where a
+    kernel that torch does not dispatch did."""
+    refused = Refused()
     spans = {name: span(tensor) for name, tensor in inputs.items() if tensor.numel()}
     before = {name: _bits(inputs[name]).clone() for name in spans}
 
@@ -32,7 +35,7 @@ def refusing_input_writes(inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
                 raise InputWriteError(_problem(name, f"{op} writes"), _REMEDY, op=op, frame=user_frame())
         return func(*args, **kwargs)
 
-    with OpWatch(run):
+    with refused.insisted_on(), RefusingOps(run, refused):
         yield
     changed = next((name for name in spans if not torch.equal(_bits(inputs[name]), before[name])), None)
     if changed is not None:
