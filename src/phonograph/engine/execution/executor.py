@@ -37,6 +37,7 @@ from phonograph.graphs.phases.selection import select
 from phonograph.graphs.planning.resolve import PhasePlan, Plan
 from phonograph.graphs.progress import Progress, bar
 from phonograph.graphs.recording.capture_report import CaptureReport
+from phonograph.graphs.recording.tensor_state import generators_restored
 from phonograph.graphs.running.runner import Runner
 from phonograph.graphs.running.runner_options import RunnerOptions, buckets_for, options_of
 from phonograph.graphs.trust.coverage import Coverage, coverage
@@ -160,6 +161,8 @@ class Executor:
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> list[CaptureReport]:
         """Record all phases, the largest first: the others reuse its pool memory."""
+        if not self._is_trial:
+            self._check_passes()
         largest = sorted(self.runners.values(), key=lambda runner: -runner.buckets.largest if runner.buckets else 0)
         shown = progress if progress is not None else bar()
         with ExitStack() as stack:
@@ -174,6 +177,12 @@ class Executor:
         if self.shadow is not None and not self.is_checkable:
             log.warning("nothing is recorded, so --shadow-verify checks no step")
         return reports
+
+    def _check_passes(self) -> None:
+        with generators_restored(self.device):
+            for one in self.passes.values():
+                if one.check is not None:
+                    one.check()
 
     @property
     def is_checkable(self) -> bool:

@@ -114,6 +114,9 @@ class Pass:
     """Fields of batches, besides slots, whose value in a recording serves every batch, such as the most pages that a
     row can have."""
 
+    check: Callable[[], None] | None = None
+    """Called before anything is recorded or served; raises where what the pass is made of can't serve."""
+
     @property
     def name(self) -> str:
         return self.declared.name

@@ -30,7 +30,10 @@ class Trials:
     besides, samples point at the null row.
     """
 
-    def __init__(self, tables: RequestTables, caches: Sequence[CacheGroup], limits: Limits, vocab: int) -> None:
+    def __init__(
+        self, tables: RequestTables, caches: Sequence[CacheGroup], limits: Limits, vocab: int, most: int = _MAX_ROWS
+    ) -> None:
+        """With no more rows than `most`."""
         self._tables = tables
         self._parts = [part for cache in caches for part in cache.tensors]
         self._size = limits.page_size
@@ -40,9 +43,11 @@ class Trials:
         self.last_start = (1 + own) * limits.page_size - written
         """The last position at which a row's step may begin; the first one is that after the shared page."""
         fits = limits.max_len >= (1 + own) * limits.page_size
-        self.num_rows = max(0, min(_MAX_ROWS, limits.max_seqs, (limits.num_pages - 2) // own)) if fits else 0
+        self.num_rows = max(0, min(most, limits.max_seqs, (limits.num_pages - 2) // own)) if fits else 0
         self.width = -(-limits.num_positions // limits.page_size)
         """Pages that a sequence may have."""
+        self.num_pages = self.num_rows * own + 2
+        """The pages that rows have, with the shared one and the null page: the first ones."""
 
     @contextmanager
     def running(self, batch: Any) -> Iterator[Mapping[str, torch.Tensor]]:
@@ -51,7 +56,7 @@ class Trials:
         Yields what live rows may read of that: all but the null page and the null row. Each layer is a state of its
         own: what is right in the others hides nothing.
         """
-        pages = [part[:, : self.num_rows * self._num_own + 2] for part in self._parts]
+        pages = [part[:, : self.num_pages] for part in self._parts]
         held = [tensor.clone() for tensor in pages]
         with self._tables.kept(self.num_rows):
             self._fill(pages)

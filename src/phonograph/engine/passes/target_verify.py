@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from phonograph.engine.passes.draft import draft_pass, drafts_axis
 from phonograph.engine.passes.draft_extend import draft_extend_pass
 from phonograph.engine.passes.drafted_rounds import DraftedRounds
 from phonograph.engine.passes.drafter_checks import check_drafts, kept_in_pages, made_drafter
+from phonograph.engine.passes.drafter_writes import check_writes
 from phonograph.engine.passes.drafting import Accepted, Drafter, Drafting
 from phonograph.engine.passes.embed import embed_pass
 from phonograph.engine.passes.prefill import prefill_pass
@@ -177,7 +179,8 @@ def speculating_passes(
     def target_verify(parts: PassParts, backend: str) -> Pass:
         drafter = made_drafter(drafting, parts)
         check_drafts(drafting, drafter, parts, asked)
-        return target_verify_pass(parts, backend, declared, drafter, drafting.unread, narrows=narrows)
+        found = target_verify_pass(parts, backend, declared, drafter, drafting.unread, narrows=narrows)
+        return replace(found, check=partial(check_writes, drafting, drafter, parts))
 
     def extend(parts: PassParts, backend: str) -> Pass:
         return draft_extend_pass(parts, extends, made_drafter(drafting, parts), drafting.unread)

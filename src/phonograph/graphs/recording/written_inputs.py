@@ -25,7 +25,7 @@ def refusing_input_writes(inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
     kernel that torch does not dispatch did."""
     refused = Refused()
     spans = {name: span(tensor) for name, tensor in inputs.items() if tensor.numel()}
-    before = {name: _bits(inputs[name]).clone() for name in spans}
+    before = {name: bits_of(inputs[name]).clone() for name in spans}
 
     def run(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         for tensor in written_tensors(func, args, kwargs):
@@ -37,7 +37,7 @@ def refusing_input_writes(inputs: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
     with refused.insisted_on(), RefusingOps(run, refused):
         yield
-    changed = next((name for name in spans if not torch.equal(_bits(inputs[name]), before[name])), None)
+    changed = next((name for name in spans if not torch.equal(bits_of(inputs[name]), before[name])), None)
     if changed is not None:
         raise InputWriteError(_problem(changed, "a kernel that torch does not see writes"), _REMEDY)
 
@@ -65,7 +65,7 @@ class EagerWrites:
             given.copy_(copy)
         # With copies, two slots that were given one tensor don't see each other's writes.
         for name, (given, copy) in self._copied.items() if written else ():
-            if not torch.equal(_bits(given), _bits(copy.to(given))):
+            if not torch.equal(bits_of(given), bits_of(copy.to(given))):
                 raise LoadError(
                     f"running {self._phase}: the body writes an input in place, and what was given for {name!r} is "
                     "the same memory. Give a copy for one of them, or leave eager_copies out."
@@ -99,5 +99,6 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds, as bytes one after the other."""
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
