@@ -118,8 +118,7 @@ def check_drafts(drafting: Drafting, drafter: Drafter, parts: PassParts, depths:
     for depth in depths:
         num_rows = min(parts.limits.max_seqs, 1 if depth == 2 else 2)
         try:
-            with torch.inference_mode():
-                found: object = drafter.draft(_of_nobody(drafter, parts, num_rows, drafting.depth + 1), depth)
+            found: object = drafter.draft(_of_nobody(drafter, parts, num_rows, drafting.depth + 1), depth)
         except Exception:
             continue
         shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__

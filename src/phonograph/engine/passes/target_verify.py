@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -178,9 +177,13 @@ def speculating_passes(
 
     def target_verify(parts: PassParts, backend: str) -> Pass:
         drafter = made_drafter(drafting, parts)
-        check_drafts(drafting, drafter, parts, asked)
+
+        def check() -> None:
+            check_writes(drafting, drafter, parts)
+            check_drafts(drafting, drafter, parts, asked)
+
         found = target_verify_pass(parts, backend, declared, drafter, drafting.unread, narrows=narrows)
-        return replace(found, check=partial(check_writes, drafting, drafter, parts))
+        return replace(found, check=check)
 
     def extend(parts: PassParts, backend: str) -> Pass:
         return draft_extend_pass(parts, extends, made_drafter(drafting, parts), drafting.unread)
