@@ -596,8 +596,8 @@ class Fixed:
     def __init__(self, alone: int, among_prompts: int) -> None:
         self._planned = Planned(alone), Planned(among_prompts)
 
-    def of(self, decodes: object, chunks: Collection[Chunk] = ()) -> Planned:
-        return self._planned[bool(chunks)]
+    def of(self, decodes: object, prompts: Collection[object] = ()) -> Planned:
+        return self._planned[bool(prompts)]
 
     def took(self, *args: object) -> None:
         """Stateless: nothing to record."""

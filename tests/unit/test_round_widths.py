@@ -98,9 +98,9 @@ def test_where_deep_drafts_are_wrong_rounds_are_narrow() -> None:
     core.scheduler.width = policy
     tables, of = core.executor.tables, policy.of
 
-    def noting(decodes: Any, chunks: Any = ()) -> Planned:
+    def noting(decodes: Any, prompts: Any = ()) -> Planned:
         tables["draft"][:, 1:] = 0
-        found = of(decodes, chunks)
+        found = of(decodes, prompts)
         widths.extend([found.width] if decodes else [])
         return found
 

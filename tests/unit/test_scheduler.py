@@ -28,8 +28,11 @@ def limits(**changes: Any) -> Limits:
     return Limits(**{**usual, "reserve_tokens": 0, "max_ahead": 0, **changes})
 
 
+PARAMS = ("n", "stop_token_ids", "speculate")
+
+
 def request(name: str, num_prompt: int = 5, max_tokens: int = 4, **fields: Any) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, **{k: fields.pop(k) for k in ("n", "stop_token_ids") if k in fields})
+    params = SamplingParams(max_tokens=max_tokens, **{k: fields.pop(k) for k in PARAMS if k in fields})
     # Prompts differ from the first token on, unless a test says otherwise.
     start = sum(map(ord, name)) * 1000
     return Request(name, fields.pop("prompt", tuple(range(start, start + num_prompt))), params, **fields)
@@ -311,6 +314,22 @@ def test_plain_steps_of_an_engine_that_drafts_go_no_further_than_those_of_others
         numbers.append(steps)
     assert numbers[0] == numbers[1]
     assert sum(numbers[0]) == 1 + 8 + 29
+
+
+@pytest.mark.parametrize("speculate", [False, None])
+def test_rows_that_decode_plainly_leave_prompts_the_room_of_plain_decoding(speculate: bool | None) -> None:
+    """A step holds rounds of all rows; where these take one token each, prompts get what is left of it."""
+    chunks = list[list[int]]()
+    for width in (1, 4):
+        scheduler = Scheduler(limits(max_seqs=4, max_ahead=0, tokens_per_row=width, max_tokens=17), prefix_cache=False)
+        scheduler.width = scheduler.width if speculate is False else PlainSteps()
+        params: dict[str, Any] = {} if width == 1 else {"speculate": speculate}
+        for name in ("a", "b", "c"):
+            scheduler.add(request(name, 2, 40, **params))
+        run(scheduler, 3)
+        scheduler.add(request("long", 40, 4, **params))
+        chunks.append([chunk.count for step in run(scheduler, 4) for chunk in step.prefills])
+    assert chunks[0] == chunks[1] == [14, 14, 12]
 
 
 def test_no_step_follows_a_round_that_ends_all() -> None:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +23,6 @@ from phonograph.engine.options import EngineOptions
 from phonograph.engine.passes.registry import StepPasses
 from phonograph.engine.passes.step import Step
 from phonograph.engine.requests.request import Request, SamplingParams
-from phonograph.engine.requests.sequence import Sequence
-from phonograph.engine.requests.step import Chunk
 from phonograph.engine.requests.step_costs import StepCosts
 from phonograph.engine.scheduling.scheduler import Scheduler
 from phonograph.engine.scheduling.step_width import Planned
@@ -54,14 +52,12 @@ class _StepFailed(BaseException):
 
 
 class _OneWidth:
-    """The protocol `StepWidth`: steps of one width. It counts those in which so many rows decoded among prompts."""
+    """The protocol `StepWidth`: steps of one width."""
 
-    def __init__(self, width: int, num_rows: int) -> None:
-        self._planned, self._num_rows = Planned(width), num_rows
-        self.num_whole = 0
+    def __init__(self, width: int) -> None:
+        self._planned = Planned(width)
 
-    def of(self, decodes: tuple[Sequence, ...], chunks: Collection[Chunk] = ()) -> Planned:
-        self.num_whole += bool(chunks) and len(decodes) == self._num_rows
+    def of(self, *args: object) -> Planned:
         return self._planned
 
     def took(self, *args: object) -> None:
@@ -69,14 +65,17 @@ class _OneWidth:
 
 
 class _UntilOneFails:
-    """The protocol `StepExecutor`: steps of another one until the first that raises."""
+    """The protocol `StepExecutor`: steps of another one until the first that raises. It counts those in which so many
+    rows decoded among prompts."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._inner = executor
+    def __init__(self, executor: Executor, num_rows: int) -> None:
+        self._inner, self._num_rows = executor, num_rows
         self.vocab, self.step_tables = executor.vocab, executor.step_tables
         self.collect, self.put_back, self.heartbeat = executor.collect, executor.put_back, executor.heartbeat
+        self.num_whole = 0
 
     def launch(self, step: Step) -> Launched:
+        self.num_whole += bool(step.prefills) and len(step.decodes.rows) == self._num_rows
         try:
             return self._inner.launch(step)
         except Exception as error:
@@ -87,11 +86,11 @@ class _Load:
     """Rows that decode on, and a prompt before every step, of which one token is wanted."""
 
     def __init__(self, executor: Executor, passes: StepPasses, prompt: int, num_rows: int, width: int) -> None:
-        self._policy = _OneWidth(width, num_rows)
+        self._steps = _UntilOneFails(executor, num_rows)
         self._max_ahead = executor.limits.max_ahead
         scheduler = Scheduler(executor.limits, prefix_cache=False, passes=passes)
-        scheduler.width = self._policy
-        self._core = EngineCore(scheduler, _UntilOneFails(executor))
+        scheduler.width = _OneWidth(width)
+        self._core = EngineCore(scheduler, self._steps)
         self._ids, numbers = itertools.count(), random.Random(0)
         self._prompt = tuple(numbers.randrange(executor.vocab) for _ in range(prompt))
         for _ in range(num_rows):
@@ -118,10 +117,10 @@ class _Load:
         """Of a step among others of its kind: each waits for one before it, so the clock sees the device's time too."""
         self._enter()
         self._run(self._max_ahead + _FIRST)
-        before, begun = self._policy.num_whole, time.perf_counter()
+        before, begun = self._steps.num_whole, time.perf_counter()
         self._run(_STEPS)
         seconds = time.perf_counter() - begun
-        if (whole := self._policy.num_whole - before) < _STEPS:
+        if (whole := self._steps.num_whole - before) < _STEPS:
             raise _UnsteadyError(f"{whole} of {_STEPS} steps had all rows and a prompt")
         return seconds / _STEPS
 

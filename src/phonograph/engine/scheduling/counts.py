@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from phonograph.engine.cache.reservations import Reservations
+from phonograph.engine.requests.sequence import Sequence, State
 
 
 @dataclass(kw_only=True)
@@ -34,3 +38,17 @@ class Counts(Totals):
     """Held by sequences; every other page is free, or cached and can be evicted."""
     steps: int
     """Steps launched."""
+
+    @staticmethod
+    def of(live: Iterable[Sequence], pages: Reservations, steps: int, totals: Totals) -> Counts:
+        """As they are now, for these sequences that are being served."""
+        states = [sequence.state for sequence in live]
+        return Counts(
+            waiting=states.count(State.WAITING),
+            running=states.count(State.RUNNING),
+            free_pages=pages.pool.num_free,
+            cached_pages=pages.prefixes.num_pages,
+            used_pages=pages.num_used,
+            steps=steps,
+            **vars(totals),
+        )

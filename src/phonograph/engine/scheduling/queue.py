@@ -21,6 +21,8 @@ class WaitingQueue:
         self._heap: list[tuple[Rank, Sequence]] = []
         self._members: set[Sequence] = set()
         self._young: deque[tuple[int, Sequence]] = deque()
+        self._blocked: tuple[Sequence, int] | None = None
+        """A head that did not fit, and the number of changes of the rows by then."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -45,6 +47,15 @@ class WaitingQueue:
                 return sequence
             heappop(self._heap)
         return None
+
+    def admissible(self, num_changes: int) -> Sequence | None:
+        """The first in the order, unless it did not fit and nothing has changed since; no one overtakes it."""
+        head = self.peek()
+        return None if head is None or self._blocked == (head, num_changes) else head
+
+    def block(self, sequence: Sequence, num_changes: int) -> None:
+        """The head did not fit among rows after so many changes."""
+        self._blocked = sequence, num_changes
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it stands; nothing happens if it isn't in."""

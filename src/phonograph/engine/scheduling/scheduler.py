@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 
 from phonograph.engine.cache.rows import Rows
 from phonograph.engine.passes.registry import StepPasses
@@ -19,7 +20,7 @@ from phonograph.engine.scheduling.counts import Counts, Totals
 from phonograph.engine.scheduling.decode_set import DecodeSet
 from phonograph.engine.scheduling.queue import WaitingQueue
 from phonograph.engine.scheduling.step_budget import StepBudget
-from phonograph.engine.scheduling.step_width import StepWidth, WhereDrafted
+from phonograph.engine.scheduling.step_width import Planned, StepWidth, WhereDrafted
 from phonograph.errors import PhonographError, RequestError
 
 _MAX_PREFILL_STREAK = 8
@@ -54,8 +55,6 @@ class Scheduler:
         self._waiting = WaitingQueue(limits.patience)
         self._prefills: list[Sequence] = []
         self._decodes = DecodeSet(limits, self.rows)
-        self._blocked: tuple[Sequence, int] | None = None
-        """The head of the queue that did not fit, and the changes of the rows until then."""
         self._in_flight: deque[ScheduledStep] = deque()
         self._launched = self._committed = self._serial = self._prefill_streak = 0
         self._next_deadline = math.inf
@@ -141,13 +140,14 @@ class Scheduler:
         self._waiting.age(self._launched)
         if self._mixed:
             decodes = self._plan_decodes()
-            chunks = self._plan_prefills(len(decodes))
+            planned = self.width.of(decodes, self._may_prefill()) if decodes else Planned(1)
+            chunks = self._plan_prefills(len(decodes), planned.width)
         else:
             decodes, chunks = self._plan_pure()
         if not decodes and not chunks:
             return None
         self._launched = number = self._launched + 1
-        most, probes = self.width.of(decodes, chunks)
+        most, probes = planned if self._mixed and decodes else self.width.of(decodes, chunks)
         fewest, reads = fewest_of(most), self._catching_up.is_due(most, decodes, probes=probes)
         for sequence in decodes:
             sequence.num_computed += most
@@ -198,12 +198,21 @@ class Scheduler:
         if self.rows.leave(sequence, self._committed):
             self._waiting.push(sequence)
 
-    def _plan_prefills(self, num_decodes: int = 0) -> list[Chunk]:
+    def _may_prefill(self) -> Many[Sequence]:
+        """Sequences of whose prompts a step may have some: those that have a row, or the head of the queue."""
+        if started := [sequence for sequence in self._prefills if sequence.state is State.RUNNING]:
+            return started
+        if self._decodes.is_short or not self.rows.has_free:
+            return ()
+        head = self._waiting.admissible(self.rows.num_changes)
+        return () if head is None else (head,)
+
+    def _plan_prefills(self, num_decodes: int = 0, width: int = 1) -> list[Chunk]:
         """Go on with prefills that have a row, then admit from the queue, as far as a step with these decodes goes."""
         if not self._prefills and not self._waiting:
             return []
         self._prefills = [sequence for sequence in self._prefills if sequence.state is State.RUNNING]
-        budget = StepBudget(self.limits, num_decodes, len(self._prefills) + len(self._waiting))
+        budget = StepBudget(self.limits, num_decodes, width, len(self._prefills) + len(self._waiting))
         chunks = [self._next_chunk(sequence, budget) for sequence in self._prefills if budget.room(sequence) > 0]
         while budget.tokens > 0 and (admitted := self._admit(budget)) is not None:
             chunks.append(self._next_chunk(admitted, budget, enters=True))
@@ -215,11 +224,11 @@ class Scheduler:
         """Admit the head of the queue, if there is a row, and pages once every decode has its own; no one overtakes."""
         if self._decodes.is_short or not self.rows.has_free:
             return None
-        sequence = self._waiting.peek()
-        if sequence is None or self._blocked == (sequence, self.rows.num_changes) or budget.room(sequence) <= 0:
+        sequence = self._waiting.admissible(self.rows.num_changes)
+        if sequence is None or budget.room(sequence) <= 0:
             return None
         if not self.rows.seat(sequence):
-            self._blocked = (sequence, self.rows.num_changes)
+            self._waiting.block(sequence, self.rows.num_changes)
             return None
         self._waiting.discard(sequence)
         self._prefills.append(sequence)
@@ -372,17 +381,8 @@ class Scheduler:
 
     @property
     def counts(self) -> Counts:
-        states = [sequence.state for sequences in self._live.values() for sequence in sequences]
-        pages = self.rows.reservations
-        return Counts(
-            waiting=states.count(State.WAITING),
-            running=states.count(State.RUNNING),
-            free_pages=pages.pool.num_free,
-            cached_pages=pages.prefixes.num_pages,
-            used_pages=pages.num_used,
-            steps=self._launched,
-            **vars(self._totals),
-        )
+        live = (sequence for sequences in self._live.values() for sequence in sequences)
+        return Counts.of(live, self.rows.reservations, self._launched, self._totals)
 
     def integrity(self) -> None:
         """Raise if a row, page or sequence is lost; when idle, each row must be free and each page free or cached."""

@@ -14,9 +14,9 @@ class StepBudget:
     states are wanted. There are more places than sequences can sample after, so that such a prompt always goes on.
     """
 
-    def __init__(self, limits: Limits, num_decodes: int, num_prompts: int) -> None:
-        """For a step with so many decodes, and so many prompts at most that may end in it."""
-        decoding = num_decodes * limits.tokens_per_row
+    def __init__(self, limits: Limits, num_decodes: int, width: int, num_prompts: int) -> None:
+        """For a step with so many decodes of this width, and so many prompts at most that may end in it."""
+        decoding = num_decodes * width
         self.tokens = limits.max_tokens - decoding
         self.places = limits.num_places - decoding - min(num_prompts, limits.max_seqs - num_decodes)
 

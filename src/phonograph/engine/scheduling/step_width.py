@@ -59,12 +59,17 @@ class Planned(NamedTuple):
     """Whether drafts are made before it although it is plain, to be compared with the tokens that come."""
 
 
+Prompt = Chunk | Sequence
+"""A part of a prompt that a step has, or a sequence that may have one in it."""
+
+
 class StepWidth(Protocol):
     """Policy for the width of steps; consecutive steps with the same tuple of decodes should rarely differ."""
 
-    def of(self, decodes: tuple[Sequence, ...], chunks: Collection[Chunk] = ()) -> Planned:
-        """For a step with these decodes, and these parts of prompts. Without decodes, the width says how much is
-        drafted for rows whose prompts end: nothing by 1."""
+    def of(self, decodes: tuple[Sequence, ...], prompts: Collection[Prompt] = ()) -> Planned:
+        """For a step with these decodes, and with parts of prompts or, where what is left of the step for these is not
+        known yet, of whoever may have some. Without decodes, the width says how much is drafted for rows whose prompts
+        end: nothing by 1."""
         ...
 
     def took(self, step: ScheduledStep, updates: Collection[Update], probed: Collection[Counter[Brought]]) -> None:
@@ -80,9 +85,9 @@ class WhereDrafted:
         self._decodes: tuple[Sequence, ...] | None = None
         self._planned = Planned(self._most)
 
-    def of(self, decodes: tuple[Sequence, ...], chunks: Collection[Chunk] = ()) -> Planned:
+    def of(self, decodes: tuple[Sequence, ...], prompts: Collection[Prompt] = ()) -> Planned:
         if self._most > 1 and (not decodes or decodes is not self._decodes):
-            depth, sequences = self._most - 1, decodes or [chunk.sequence for chunk in chunks]
+            depth, sequences = self._most - 1, decodes or _ending(prompts)
             is_drafted = any(sequence.draft_depth(depth) for sequence in sequences)
             self._decodes, self._planned = decodes, Planned(self._most if is_drafted else 1)
         return self._planned
@@ -136,11 +141,11 @@ class WherePaid:
         self._begins, self._is_wanted = 0.0, False
         """Of recent steps without prompts that wanted a round, those before which none was; whether the last did."""
 
-    def of(self, decodes: tuple[Sequence, ...], chunks: Collection[Chunk] = ()) -> Planned:
-        planned, has_prompts = self._drafted.of(decodes, chunks), bool(chunks)
+    def of(self, decodes: tuple[Sequence, ...], prompts: Collection[Prompt] = ()) -> Planned:
+        planned, has_prompts = self._drafted.of(decodes, prompts), bool(prompts)
         if not decodes:
             tokens = self._acceptance.tokens(self._width)
-            return planned if self._width > 1 and has_room([one.sequence for one in chunks], tokens) else Planned(1)
+            return planned if self._width > 1 and has_room(_ending(prompts), tokens) else Planned(1)
         self._share += _SHARE_WEIGHT * (has_prompts - self._share)
         if planned.width > 1:
             num_rows = len(decodes)
@@ -309,6 +314,11 @@ class WherePaid:
         where = "at any size, so no round is run" if len(dear) == len(costs.told()) else f"at {', '.join(dear)}"
         rows = f"not probed {where}: drafting alone takes over {most:.1f} plain steps"
         return f"where that pays (a round costs, by rows: {costs}{f'; {rows}' if dear else ''})"
+
+
+def _ending(prompts: Collection[Prompt]) -> list[Sequence]:
+    """The sequences whose prompts may end in a step with these."""
+    return [one.sequence if isinstance(one, Chunk) else one for one in prompts]
 
 
 def _decoded(step: ScheduledStep, updates: Collection[Update]) -> Collection[Update]:
