@@ -130,6 +130,10 @@ def test_help_says_what_an_alias_takes() -> None:
         ),
         (("--speculate", "ngram", "--speculative-algorithm", "EAGLE"), "Keep --speculate alone"),
         (("--speculate", "ngram", "--speculate-depth", "3", "--speculative-num-steps", "4"), "Keep --speculate-depth"),
+        (("--speculate", "ngram", "--speculate", "eagle"), "--speculate is given twice, as ngram and as eagle"),
+        (("--speculate", "ngram", "--speculate-depth", "3", "--speculate-depth", "5"), "twice, as 3 and as 5"),
+        (("--speculative-num-steps", "5", "--speculative-num-steps", "2"), "twice, as 5 and as 2. Keep one"),
+        (("--draft", "a", "--draft", "b"), "--draft is given twice"),
         (("--speculate-depth", "3"), "Give --speculate a drafter"),
         (("--draft", "head"), "or neither"),
         (("--speculate", "eagle", "--draft", ""), "--draft is the path of a folder, .* found ''"),
@@ -172,8 +176,10 @@ def test_names_for_decoding_are_of_all_its_phases(flags: tuple[str, ...], field:
         assert found == {f"{phase}.{field}": value for phase in phases}
         plan = plan_for(EmulatedDevice(), asked, arguments_of(*speculate).options, on_cpu_by_default=False)
         assert all(plan[f"{phase}.{field}"].source == "asked" for phase in phases)
-        if "config" not in flags[0]:
-            (warning,) = asked.warnings
+        (warning,) = asked.warnings
+        if "config" in flags[0]:
+            assert ("for decode name target_verify, draft_extend, draft" in warning) == (phases is DECODING)
+        else:
             assert all(f"--{phase.replace('_', '-')}-graph-{field}" in warning for phase in phases)
 
 

@@ -48,6 +48,7 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         SPECULATE,
+        action=_Once,
         choices=("off", "ngram", "eagle", "ngram+eagle", "mtp", "auto"),
         help="the drafter: ngram looks up what followed the same tokens earlier in the sequence, eagle runs a head "
         "trained for the model (--draft), ngram+eagle looks up where that finds something and runs the head elsewhere, "
@@ -55,22 +56,44 @@ def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
         "else ngram; default: off",
     )
     group.add_argument(
-        DRAFT, metavar=_METAVARS[DRAFT], help="the folder of an EAGLE-3 head, as SpecForge writes it, or of MTP modules"
+        DRAFT,
+        action=_Once,
+        metavar=_METAVARS[DRAFT],
+        help="the folder of an EAGLE-3 head, as SpecForge writes it, or of MTP modules",
     )
     group.add_argument(
         DEPTH,
+        action=_Once,
         type=int,
         metavar=_METAVARS[DEPTH],
         help="tokens drafted for a sequence in each round, at most 15; default: 3",
     )
     group.add_argument(
         WHEN,
+        action=_Once,
         choices=("always", "pays"),
         help="always: wherever a request allows it; pays: only while recent rounds gain more in tokens than they cost "
         "in time; default: pays, and always on a CPU, emulated or not",
     )
     for alias in ALIASES:
-        group.add_argument(alias.flag, metavar="|".join(alias.words) or _METAVARS[alias.stands_for], help=alias.warning)
+        metavar = "|".join(alias.words) or _METAVARS[alias.stands_for]
+        group.add_argument(alias.flag, action=_Once, metavar=metavar, help=alias.warning)
+
+
+class _Once(argparse.Action):
+    """A flag whose second value would push the first aside: only the same may be given again."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        if before not in (None, values):
+            raise PlanError(f"{option_string} is given twice, as {before} and as {values}. Keep one.")
+        setattr(namespace, self.dest, values)
 
 
 @dataclass(frozen=True)

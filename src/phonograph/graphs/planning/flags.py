@@ -109,7 +109,8 @@ def asked_from(
         for found in _found(given, alias.flag):
             if alias.stands_for == GRAPH_BACKEND:
                 asks += asks_of_graph_backend(found, phases, alias.flag, JSON_KEYS, absent)
-                warnings.append(alias.warning)
+                named = [f"for {name} name {', '.join(those)}" for name, those in stand_ins.items() if those]
+                warnings.append("; ".join([alias.warning, *named]))
                 continue
             meant = _meant(alias, by_flag, stand_ins)
             asks += [one for each in meant for one in _asks_of_alias(each, found, by_flag)]
