@@ -190,6 +190,7 @@ def test_a_gap_that_times_out_fails_its_bucket(
     check(opened("breakable"), right, "prefill", {8}, "TimeoutError: no answer in 30 s")
 
 
+@pytest.mark.faults
 def test_a_gap_that_times_out_in_service_fails_its_step_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = opened("breakable")
     wanted, prepared, left = llm.generate(PROMPTS[:1], GREEDY), GapAttention.prepared, [1]

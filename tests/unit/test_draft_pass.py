@@ -315,6 +315,7 @@ class _Spoiled:
         return getattr(self._recording, name)
 
 
+@pytest.mark.faults
 @SLOW
 def test_a_wrong_recording_is_found_and_changes_no_output(tmp_path: Path) -> None:
     """Its step is undone as a whole, and computed again; the file runs again, and nothing is wrong with the others."""

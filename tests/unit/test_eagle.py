@@ -225,6 +225,7 @@ def test_so_are_those_of_a_head_and_a_lookup(folder: Path, moments: list[Moment]
     assert Played(core, drafts).play(moments).num_seen > 1
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", ["one", "several", "plain steps after the end"])
 def test_what_a_pass_that_raised_did_not_read_is_read_later(
     folder: Path, name: str, caplog: pytest.LogCaptureFixture

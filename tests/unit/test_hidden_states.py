@@ -128,6 +128,7 @@ def test_they_end_where_the_output_does() -> None:
     assert len(done.hidden_states) == len(done.tokens)
 
 
+@pytest.mark.faults
 def test_a_step_that_raises_is_run_again_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, launch, raised = llm_of(return_hidden_states=True), Executor.launch, list[int]()
 

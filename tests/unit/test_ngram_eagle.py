@@ -158,6 +158,7 @@ FAILING: dict[str, Callable[[PassParts, DraftHead], tuple[Drafter, ReadsTarget]]
 }
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("backend", ["full", "disabled"])
 @pytest.mark.parametrize("name", FAILING)
 def test_where_one_of_the_two_fails_nothing_is_drafted(head: DraftHead, name: str, backend: str) -> None:

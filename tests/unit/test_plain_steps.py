@@ -58,6 +58,7 @@ def test_an_executor_in_another_process_runs_from_steps_alone(llm: LLM, remote: 
     assert any(step.updates is None for step in follows)
 
 
+@pytest.mark.faults
 def test_a_step_that_raises_there_is_put_back_from_here(llm: LLM, remote: RemoteExecutor) -> None:
     expected, _ = generated(llm, llm.executor)
     remote.fails_at = 7

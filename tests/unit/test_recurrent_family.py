@@ -182,6 +182,7 @@ def test_speculation_is_refused_before_weights_are_read(speculate: str, monkeypa
         make("cpu")
 
 
+@pytest.mark.faults
 def test_what_can_t_be_put_back_fails_by_name() -> None:
     """After a step that raised, nobody knows what is in the memory: those that had some are told."""
     llm = make("cpu")

@@ -176,6 +176,7 @@ FLAGS = ["--shape", "tiny", "--device", "emulated", "--max-seqs", "4", "--max-st
 FLAGS += ["--dtype", "float32"]
 
 
+@pytest.mark.faults
 def test_the_command_says_the_segment_and_its_status_tells_the_three_ends_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,6 +318,7 @@ def broken_writer(content: Any, file: Any) -> None:
     raise RuntimeError("[enforce fail at inline_container.cc:659] . unexpected pos 64 vs 0\nmore")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("name", "failing", "sentence"),
     [
@@ -342,6 +344,7 @@ def test_a_failure_to_write_is_said_and_harms_nobody(
     assert list(tmp_path.iterdir()) == [], "nothing half is left"
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", ["a file", "closed", "below a file", "removed"])
 def test_a_folder_that_cannot_be_written_harms_nobody(
     right: LLM, wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, kind: str
@@ -379,6 +382,7 @@ def no_permission() -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
+@pytest.mark.faults
 def test_there_are_at_most_eight_files_and_partial_ones_count(
     right: LLM, wrong: Wrong, tmp_path: Path, caplog: Any
 ) -> None:
@@ -390,6 +394,7 @@ def test_there_are_at_most_eight_files_and_partial_ones_count(
     assert f"No reproducer: {tmp_path} has 8 already." in said(caplog)
 
 
+@pytest.mark.faults
 def test_a_gibibyte_is_not_passed(
     right: LLM, wrong: Wrong, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -423,6 +428,7 @@ def rerun_batch(llm: LLM, path: Path) -> Any:
 TELLING = ("last_token", "counts", "prompted", "bias_ids", "bias", "allowed", "tokens")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("with_tokens", [False, True])
 def test_token_ids_are_in_files_and_log_only_where_that_is_allowed(
     right: LLM, wrong: Wrong, tmp_path: Path, caplog: pytest.LogCaptureFixture, with_tokens: bool

@@ -138,6 +138,7 @@ def first(steps: list[ScheduledStep], kind: str) -> int:
     return next(number for number, step in enumerate(steps) if number > 2 and is_of_kind(step))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("device", "backend", "kind"),
     [

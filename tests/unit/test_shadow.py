@@ -134,6 +134,7 @@ def test_recordings_that_round_otherwise_are_not_shadowed(monkeypatch: pytest.Mo
     assert opened("tc_piecewise").executor.shadow is None
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -155,6 +156,7 @@ def test_a_wrong_recording_is_found_and_nobody_sees_it(
     assert generated(llm) == right
 
 
+@pytest.mark.faults
 def test_a_wrong_decode_is_found_and_nobody_sees_it(right: list[list[int]]) -> None:
     llm = opened(shadow_verify=1.0)
     spoil(llm.executor, "decode", other_tokens)
@@ -162,6 +164,7 @@ def test_a_wrong_decode_is_found_and_nobody_sees_it(right: list[list[int]]) -> N
     assert llm.executor.runners["decode"].stats.eager[Reason.MISTRUSTED] > 0
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("is_spoiled", [False, True])
 def test_who_is_not_in_a_wrong_step_is_computed_again_too(is_spoiled: bool) -> None:
     """A wrong replay may have written anybody's pages. One with a grammar sits out steps ahead of its own tokens."""
@@ -201,6 +204,7 @@ def swap_rows(runner: Runner) -> None:
     rows.copy_(rows.flip(0))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_repeat_of_spoiled_buffers_is_found(
     share: float, right: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -219,6 +223,7 @@ def test_a_repeat_of_spoiled_buffers_is_found(
     assert ("(a repeat: the last batch was not loaded again)" in caplog.text) == (share == 1)
 
 
+@pytest.mark.faults
 def test_the_reproducer_of_a_repeat_is_run_as_one(tmp_path: Path) -> None:
     repeat = Runner.repeat
 
@@ -268,6 +273,7 @@ def test_a_check_without_memory_harms_nobody_and_is_said(
     assert "one by one" not in caplog.text
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_an_eager_run_that_raises_where_the_replay_did_not_is_a_difference(
     share: float, right: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -291,6 +297,7 @@ def test_an_eager_run_that_raises_where_the_replay_did_not_is_a_difference(
     assert "one by one" not in caplog.text
 
 
+@pytest.mark.faults
 def test_a_step_that_is_repeated_by_mistake_is_found(right: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
     llm = opened(shadow_verify=1.0)
     passes = llm.executor.passes
@@ -310,6 +317,7 @@ def test_as_many_steps_are_repeats_as_without(monkeypatch: pytest.MonkeyPatch) -
     assert len(set(found)) == 1, found
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("at", [6, 9, 14])
 def test_a_wrong_replay_fails_nobody_whose_step_raised_before(
     at: int, right: list[list[int]], caplog: pytest.LogCaptureFixture
@@ -342,6 +350,7 @@ def test_without_it_the_fault_reaches_the_answers(right: list[list[int]]) -> Non
     assert generated(llm) != right
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.parametrize("with_tokens", [False, True])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -368,6 +377,7 @@ def test_the_reproducer_reproduces(tmp_path: Path, phase: str, with_tokens: bool
         assert torch.equal(fresh.executor.tables[name][1:], before[1:]), name
 
 
+@pytest.mark.faults
 def test_a_folder_holds_eight_files(tmp_path: Path) -> None:
     for number in range(8):
         (tmp_path / f"{number}.pt").touch()
@@ -426,6 +436,7 @@ def test_the_checks_in_words(options: dict[str, Any], said: str) -> None:
     assert said in described_checks(EngineOptions(**options), is_recorded=True)
 
 
+@pytest.mark.faults
 def test_the_command_runs_a_reproducer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--shape", "tiny", "--device", "emulated", "--max-seqs", "4", "--max-step-tokens", "16", "--max-len", "64"]
     llm = opened(shadow_verify=1.0, shadow_dir=tmp_path, page_size=16)

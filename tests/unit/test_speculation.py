@@ -118,7 +118,9 @@ NONSENSE: dict[str, Drafting] = {
 
 
 @pytest.mark.parametrize("backend", ["full", "disabled"])
-@pytest.mark.parametrize("name", NONSENSE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.faults] if name == "raises" else []) for name in NONSENSE]
+)
 def test_no_output_depends_on_the_drafter(name: str, backend: str) -> None:
     check(Driver(speculating(NONSENSE[name], backend)).run(REQUESTS[:6]))
 
@@ -185,6 +187,7 @@ def test_the_recordings_are_right(backend: str) -> None:
         assert report.ok, report
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", [TARGET_VERIFY.name, PREFILL.name])
 def test_a_step_that_raises_is_run_again_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After it has run: the tables are put back, and drafts are none of what the host must know."""

@@ -223,6 +223,7 @@ def test_what_capture_has_not_looked_at_is_guarded_where_all_is_checked(drifting
         refuse_findings(found, "refuse")
 
 
+@pytest.mark.faults
 def test_findings_that_are_only_to_be_reported_are_logged(drifting: None, caplog: pytest.LogCaptureFixture) -> None:
     llm = tiny("off")
     refuse_findings(guard_recordings(llm.executor, "all", silent), "report")
