@@ -49,7 +49,11 @@ _HOST_METHODS = {
     torch.Tensor.__repr__: "Tensor.__repr__",
 }
 _MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
-_READS = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
+_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
+_READS = {
+    *(aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default),
+    aten._linalg_check_errors.default,  # on a real device it waits for the status of a factorization
+}
 _MASKED_WRITES = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 
 
@@ -154,6 +158,8 @@ class Refusals(TorchFunctionMode):
         name = _HOST_METHODS.get(func)
         if name and isinstance(args[0], torch.Tensor) and args[0].device.type == self.device_type:
             raise _say(HostReadError, name, "reads the device from the host", _SLOT_OR_BREAK)
+        if func in _SPLITS and self.device_type == "cpu" and [*tensors_in((args[1:], kwargs))]:
+            raise _say(HostReadError, func.__name__, "reads where to split from the device", _SLOT_OR_BREAK)
         if func is torch.nn.functional.one_hot and self.device_type == "cpu":
             func = _one_hot
         try:
